@@ -1,0 +1,1 @@
+"""Token files, samples cut from them, and blends of corpora."""

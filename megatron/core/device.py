@@ -1,0 +1,140 @@
+"""The device this process computes on, and every fact that depends on it. No other module says `cuda`.
+
+A process has one device: the accelerator that `set_device` chose, or the CPU.
+"""
+
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+# Dense matrix peak in TFLOP/s, by a part of the device's name and dtype (vendors' datasheets). None elsewhere: no MFU is printed.
+PEAK_TFLOPS: dict[str, dict[torch.dtype, float]] = {
+    "GB200": {torch.bfloat16: 2450.0, torch.float16: 2450.0, torch.float32: 80.0},
+    "B200": {torch.bfloat16: 2250.0, torch.float16: 2250.0, torch.float32: 75.0},
+    "H200": {torch.bfloat16: 989.0, torch.float16: 989.0, torch.float32: 67.0},
+    "H100": {torch.bfloat16: 989.0, torch.float16: 989.0, torch.float32: 67.0},
+    "A100": {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19.5},
+}
+
+
+def has_accelerator() -> bool:
+    """Whether a CUDA GPU is visible (CUDA_VISIBLE_DEVICES= makes a GPU machine compute on its CPU)."""
+    return torch.cuda.is_available()
+
+
+def device_type() -> str:
+    return "cuda" if has_accelerator() else "cpu"
+
+
+def current_device() -> torch.device:
+    """The device that parameters and batches live on."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_accelerator() else torch.device("cpu")
+
+
+def set_device(local_rank: int) -> torch.device:
+    """Choose the accelerator of this process (one a process), by its rank on this host. Nothing to choose on a CPU."""
+    if has_accelerator():
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise ValueError(
+                f"local rank {local_rank} has no GPU: this host shows {count}; "
+                f"start at most {count} processes a host (torchrun --nproc-per-node {count})"
+            )
+        torch.cuda.set_device(local_rank)
+    return current_device()
+
+
+def distributed_backend() -> str:
+    """The torch.distributed backend for this device: collectives on GPU tensors by NCCL, on CPU tensors by gloo."""
+    return "cpu:gloo,cuda:nccl" if has_accelerator() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until all that was queued on the device is done."""
+    if has_accelerator():
+        torch.cuda.synchronize()
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if has_accelerator() else "CPU"
+
+
+def peak_tflops(dtype: torch.dtype) -> float | None:
+    """The device's dense matrix peak for `dtype` in TFLOP/s, None where the table does not know it."""
+    name = device_name()
+    for part, peaks in PEAK_TFLOPS.items():
+        if part in name:
+            return peaks.get(dtype)
+    return None
+
+
+def peak_memory_bytes() -> int:
+    """Peak of allocated bytes so far: of the device's allocator, or of this process (resident) on a CPU."""
+    if has_accelerator():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_stats() -> dict[str, int]:
+    """Allocator statistics under the names that the logs use, in bytes and counts; empty on a CPU."""
+    if not has_accelerator():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }
+
+
+def empty_cache() -> None:
+    if has_accelerator():
+        torch.cuda.empty_cache()
+
+
+def get_rng_state() -> torch.Tensor:
+    """The state of the device's default generator (uint8, on the CPU)."""
+    return torch.cuda.get_rng_state() if has_accelerator() else torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    if has_accelerator():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the default generators of CPU and device."""
+    torch.manual_seed(seed)
+
+
+def profiler_range(name: str) -> AbstractContextManager:
+    """A named range for profilers; nothing when there is no accelerator."""
+    return torch.cuda.nvtx.range(name) if has_accelerator() else nullcontext()
+
+
+class Stopwatch:
+    """Wall-clock time in seconds between calls, with the device's queue drained when asked to."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def elapsed(self, *, wait_for_device: bool = False, reset: bool = True) -> float:
+        if wait_for_device:
+            synchronize()
+        now = time.perf_counter()
+        seconds = now - self.started
+        if reset:
+            self.started = now
+        return seconds
+
+
+def local_rank() -> int:
+    """This process's rank on its host, from torchrun's or SLURM's environment."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))

@@ -1,0 +1,133 @@
+"""Planners that hand our shards to torch.distributed.checkpoint: which block of which tensor this rank writes or wants."""
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_load_plan, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from .mapping import ShardedObject, ShardedTensor
+from .safe_pickle import load_torch
+
+
+def _chunk(tensor: ShardedTensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(tensor.global_offset), sizes=torch.Size(tensor.chunk_shape))
+
+
+class ShardedSavePlanner(SavePlanner):
+    """Writes the given shards (main replicas only) and objects under their unique keys."""
+
+    def __init__(self, tensors: list[ShardedTensor], objects: list[ShardedObject]) -> None:
+        self.tensors = {MetadataIndex(t.key, torch.Size(t.global_offset)): t for t in tensors}
+        self.objects = {o.unique_key: o for o in objects}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for index, tensor in self.tensors.items():
+            properties = TensorProperties(dtype=tensor.dtype)
+            data = TensorWriteData(chunk=_chunk(tensor), properties=properties, size=torch.Size(tensor.global_shape))
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        items += [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self.objects]
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        problems = uncovered_tensors(metadata)
+        if problems:
+            raise ValueError("the ranks' shards do not make up whole tensors: " + "; ".join(problems))
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save([self.objects[write_item.index.fqn].data], buffer)
+            return buffer
+        tensor = self.tensors[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+        assert tensor.data is not None
+        return tensor.data.detach().reshape(tensor.chunk_shape)
+
+
+def uncovered_tensors(metadata: Metadata) -> list[str]:
+    """Problems of the tensors whose chunks overlap or leave a gap (chunks are boxes: disjoint and of full volume = a partition)."""
+    problems = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        total = entry.size.numel()
+        covered = sum(chunk.sizes.numel() for chunk in entry.chunks)
+        places = [tuple(chunk.offsets) for chunk in entry.chunks]
+        if covered != total or len(set(places)) != len(places):
+            problems.append(f"{key}: {len(places)} shards hold {covered} of {total} elements")
+    return problems
+
+
+class ShardedLoadPlanner(LoadPlanner):
+    """Reads into the given shards whatever layout wrote them, and objects by unique key.
+
+    `missing` and `mismatched` hold, after planning, what the checkpoint lacks or has in another shape; those are not read.
+    """
+
+    def __init__(self, tensors: list[ShardedTensor], objects: list[ShardedObject]) -> None:
+        # Several values may want the same block (replicas merged on one rank): each gets its own copy.
+        self.tensors: dict[MetadataIndex, list[ShardedTensor]] = {}
+        for tensor in tensors:
+            self.tensors.setdefault(MetadataIndex(tensor.key, torch.Size(tensor.global_offset)), []).append(tensor)
+        self.objects = {o.unique_key: o for o in objects}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for index, wanted in self.tensors.items():
+            entry = self.metadata.state_dict_metadata[index.fqn]
+            assert isinstance(entry, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(index.fqn, entry, [_chunk(wanted[0])])
+        for key in self.objects:
+            place, zero = MetadataIndex(key), torch.Size((0,))
+            items.append(ReadItem(LoadItemType.BYTE_IO, place, zero, place, zero, zero))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn].data = load_torch(value)[0]
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """A buffer of the read block's shape; `commit_tensor` copies it to where it belongs (the dtype may differ)."""
+        entry = self.metadata.state_dict_metadata[read_item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        return torch.empty(tuple(read_item.lengths), dtype=entry.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        for wanted in self.tensors[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]:
+            assert wanted.data is not None
+            target = wanted.data.detach().view(wanted.chunk_shape) if wanted.data.is_contiguous() else None
+            assert target is not None, f"{wanted.key} is not contiguous"
+            for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+                target = target.narrow(axis, start, length)
+            target.copy_(tensor)

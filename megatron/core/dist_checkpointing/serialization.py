@@ -1,0 +1,263 @@
+"""Save and load sharded state dicts in the `torch_dist` format.
+
+On disk (a contract): torch.distributed.checkpoint data files `__<rank>_<n>.distcp`, its index `.metadata`, and, written last,
+`metadata.json` = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}. Tensors stand under their keys in global shape,
+objects under `<key>/shard_<offset>_<shape>`, each a torch.save of a one-element list. What is not sharded is one object,
+`common_state/shard_0_1`; older checkpoints have it as a file `common.pt` instead, and both are read.
+"""
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+
+from .mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+    is_main_replica,
+    leaves,
+    map_leaves,
+)
+from .planners import ShardedLoadPlanner, ShardedSavePlanner
+from .safe_pickle import load_pickle, load_torch
+
+COMMON_KEY = "common_state"
+METADATA_FILE = "metadata.json"
+MOST_LISTED = 8  # keys that an error message lists
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as asked: the message names the folder, the key and what differs."""
+
+
+class _Reader(dcp.FileSystemReader):
+    """FileSystemReader whose index goes through the allow-list too."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = load_pickle(file)
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{self.path}/.metadata does not hold a checkpoint index")
+        storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage_meta.load_id = self.load_id
+        metadata.storage_meta = storage_meta
+        return metadata
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _dcp_save(writer: dcp.FileSystemWriter, planner: ShardedSavePlanner) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a supported case
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=not _is_distributed())
+    except CheckpointException as error:
+        raise first_cause(error) from error
+
+
+def _dcp_load(reader: dcp.FileSystemReader, planner: ShardedLoadPlanner, alone: bool = False) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"unused": None}, storage_reader=reader, planner=planner, no_dist=alone or not _is_distributed())
+    except CheckpointException as error:
+        cause = first_cause(error)
+        if isinstance(cause, OSError):
+            raise cause from error
+        raise CheckpointError(f"{reader.path} cannot be read, its files are damaged: {cause}") from error
+
+
+def _rank() -> int:
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def _build_factories(state_dict: ShardedStateDict) -> ShardedStateDict:
+    return map_leaves(lambda leaf: _build_factories(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else leaf, state_dict)
+
+
+def _split(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject]]:
+    found = leaves(state_dict)
+    return [leaf for leaf in found if isinstance(leaf, ShardedTensor)], [leaf for leaf in found if isinstance(leaf, ShardedObject)]
+
+
+_NOTHING = object()
+
+
+def _without(value: Any, kinds: type | tuple[type, ...]) -> Any:
+    """`value` less the leaves of the given kinds and the dicts that only held such."""
+    if isinstance(value, dict):
+        kept = {key: _without(item, kinds) for key, item in value.items()}
+        kept = {key: item for key, item in kept.items() if item is not _NOTHING}
+        return kept if kept or not value else _NOTHING
+    if isinstance(value, list):
+        items = [item for item in (_without(item, kinds) for item in value) if item is not _NOTHING]
+        return items if items or not value else _NOTHING
+    return _NOTHING if isinstance(value, kinds) else value
+
+
+def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike, content_metadata: dict | None = None) -> None:
+    """Write `sharded_state_dict` into the existing, empty folder `checkpoint_dir`; every rank calls it.
+
+    Leaves that are no sharded value go into the common state, as rank 0 has them. Raises ValueError when the ranks' shards leave a
+    gap in a tensor or overlap, OSError as the file system does. The caller renames the folder when all is written.
+    """
+    checkpoint_dir = Path(checkpoint_dir)
+    state_dict = _build_factories(sharded_state_dict)
+    tensors, objects = _split(state_dict)
+    common = _without(state_dict, (ShardedTensor, ShardedObject, LocalNonpersistentObject))
+    common = {} if common is _NOTHING else common
+    if content_metadata is not None:
+        common["content_metadata"] = content_metadata
+    if _rank() == 0:
+        objects = objects + [ShardedObject(COMMON_KEY, common, (1,), (0,))]
+    planner = ShardedSavePlanner(
+        [tensor for tensor in tensors if is_main_replica(tensor.replica_id)], [item for item in objects if is_main_replica(item.replica_id)]
+    )
+    writer = dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True, overwrite=True)
+    _dcp_save(writer, planner)
+    if _rank() == 0:
+        text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+        with open(checkpoint_dir / METADATA_FILE, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    if _is_distributed():
+        dist.barrier()
+
+
+def first_cause(error: CheckpointException) -> BaseException:
+    """The lowest failing rank's own exception, with its rank in the message where the type allows."""
+    rank, wrapped = min(error.failures.items())
+    cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+    if isinstance(cause, OSError):
+        return cause
+    return ValueError(f"rank {rank}: {cause}")
+
+
+def check_is_checkpoint(checkpoint_dir: str | os.PathLike) -> None:
+    """Raise CheckpointError unless the folder holds a complete torch_dist checkpoint."""
+    folder = Path(checkpoint_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder: there is no checkpoint to load")
+    try:
+        backend = json.loads((folder / METADATA_FILE).read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} has no readable {METADATA_FILE}: not a torch_dist checkpoint, or one whose writing was cut off ({error})"
+        ) from None
+    if backend != "torch_dist":
+        raise CheckpointError(f"{folder} was written by the backend {backend!r}: only torch_dist is read here")
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"{folder} has no .metadata: the checkpoint is incomplete")
+
+
+def _read_index(checkpoint_dir: str | os.PathLike) -> tuple[_Reader, Metadata]:
+    check_is_checkpoint(checkpoint_dir)
+    reader = _Reader(checkpoint_dir)
+    return reader, reader.read_metadata()
+
+
+def load_tensors_metadata(checkpoint_dir: str | os.PathLike) -> dict[str, ShardedTensor]:
+    """key -> the whole tensor's ShardedTensor, without data."""
+    _, index = _read_index(checkpoint_dir)
+    found = {}
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shape = tuple(entry.size)
+            found[key] = ShardedTensor(key, None, entry.properties.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))
+    return found
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """key -> whole tensor on the CPU, of every tensor in the checkpoint (in one process)."""
+    wanted = load_tensors_metadata(checkpoint_dir)
+    for tensor in wanted.values():
+        tensor.init_data("cpu")
+    loaded = load(dict(wanted), checkpoint_dir)
+    return {key: loaded[key] for key in wanted}
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike) -> StateDict:
+    """What the checkpoint holds besides shards: args, iteration, scheduler, param groups."""
+    old = Path(checkpoint_dir) / "common.pt"
+    if old.exists():
+        check_is_checkpoint(checkpoint_dir)
+        return load_torch(str(old))
+    wanted = ShardedObject(COMMON_KEY, None, (1,), (0,))
+    reader, index = _read_index(checkpoint_dir)
+    if wanted.unique_key not in index.state_dict_metadata:
+        return {}
+    _dcp_load(reader, ShardedLoadPlanner([], [wanted]), alone=True)
+    return wanted.data
+
+
+def _unreadable(index: Metadata, tensors: list[ShardedTensor], objects: list[ShardedObject]) -> tuple[list[str], list[str]]:
+    """Keys that the checkpoint lacks; descriptions of tensors that it has in another shape."""
+    missing, mismatched = [], []
+    for tensor in tensors:
+        entry = index.state_dict_metadata.get(tensor.key)
+        if not isinstance(entry, TensorStorageMetadata):
+            missing.append(tensor.key)
+        elif tuple(entry.size) != tensor.global_shape and not _only_first_axis_differs(tensor, tuple(entry.size)):
+            mismatched.append(f"{tensor.key} is {tuple(entry.size)} there and {tensor.global_shape} in this model")
+    missing += [item.unique_key for item in objects if not isinstance(index.state_dict_metadata.get(item.unique_key), BytesStorageMetadata)]
+    return sorted(set(missing)), sorted(set(mismatched))
+
+
+def _only_first_axis_differs(tensor: ShardedTensor, stored: tuple[int, ...]) -> bool:
+    return tensor.allow_shape_mismatch and len(stored) == len(tensor.global_shape) and stored[1:] == tensor.global_shape[1:]
+
+
+def _listed(items: list[str]) -> str:
+    more = f" (and {len(items) - MOST_LISTED} more)" if len(items) > MOST_LISTED else ""
+    return "\n  ".join(["", *items[:MOST_LISTED]]) + more
+
+
+def load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike, strict: bool = True) -> StateDict:
+    """Fill the shards of `sharded_state_dict` from the checkpoint, whatever layout wrote it; every rank calls it.
+
+    Returns the state dict with data in place of sharded values, joined with the common state. Tensors are filled in place.
+    Raises CheckpointError that lists the keys missing (unless `strict` is False: those keep their data) and the shapes that differ.
+    """
+    reader, index = _read_index(checkpoint_dir)
+    state_dict = _build_factories(sharded_state_dict)
+    tensors, objects = _split(state_dict)
+    missing, mismatched = _unreadable(index, tensors, objects)
+    if mismatched:
+        raise CheckpointError(f"{checkpoint_dir} holds a model of another shape:{_listed(mismatched)}")
+    if missing and strict:
+        raise CheckpointError(f"{checkpoint_dir} lacks what this run needs:{_listed(missing)}")
+    tensors = [tensor for tensor in tensors if tensor.key not in missing]
+    objects = [item for item in objects if item.unique_key not in missing]
+    for tensor in tensors:
+        tensor.init_data("cpu")
+    _dcp_load(reader, ShardedLoadPlanner(tensors, objects))
+    result = _merge(sharded_state_dict, state_dict)
+    common = load_common_state_dict(checkpoint_dir)
+    return {**common, **result}
+
+
+def _merge(original: Any, built: Any) -> Any:
+    """The values loaded into `built`, in the structure of `original` (factories merged back)."""
+    if isinstance(original, dict):
+        return {key: _merge(item, built[key]) for key, item in original.items()}
+    if isinstance(original, list):
+        return [_merge(item, built[place]) for place, item in enumerate(original)]
+    if isinstance(original, ShardedTensorFactory):
+        return original.merge_fn(_merge(original.build(), built))
+    if isinstance(built, ShardedTensor | ShardedObject):
+        return built.data
+    return built.unwrap() if isinstance(built, LocalNonpersistentObject) else built

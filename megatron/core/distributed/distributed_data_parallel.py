@@ -1,0 +1,218 @@
+"""Data parallelism by all-reduce: a module whose gradients gather in contiguous buffers and are averaged bucket by bucket."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, default_bucket_size, group_params
+from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.weight_grad import add_to_main_grad
+from megatron.core.utils import get_pg_size
+
+
+class _BucketReadiness:
+    """Starts the reduction of buckets in the order of the buffer, as backward fills them.
+
+    How many times a parameter's gradient is written in one backward (twice for tied embeddings, never for an unused one) is learnt in
+    the first step, which does not overlap. The order is fixed, so that all ranks issue the same collectives in the same order.
+    """
+
+    def __init__(self, buffer: ParamAndGradBuffer) -> None:
+        self.buffer = buffer
+        self.bucket_of = {id(param): index for index, bucket in enumerate(buffer.buckets) for param in bucket.params}
+        self.seen = [0] * len(buffer.buckets)
+        self.expected: list[int] | None = None
+        self.next = 0
+
+    def reset(self) -> None:
+        self.seen = [0] * len(self.buffer.buckets)
+        self.next = 0
+
+    def ready(self, param: nn.Parameter) -> None:
+        index = self.bucket_of[id(param)]
+        self.seen[index] += 1
+        if self.buffer.buckets[index].dispatched:
+            raise RuntimeError(
+                "a gradient was written after its bucket had been reduced, because this step runs parts of the model that the first did "
+                "not: train without --overlap-grad-reduce"
+            )
+        while self.expected is not None and self.next < len(self.seen) and self.seen[self.next] >= self.expected[self.next] > 0:
+            self.buffer.reduce_bucket(self.next, async_op=True)
+            self.next += 1
+
+    def finish(self) -> None:
+        if self.expected is None:
+            self.expected = list(self.seen)
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap `module`; every trainable parameter gets `main_grad`, `main_grad_filled` and `grad_ready`.
+
+    A step: zero_grad_buffer(); forward and backward of each micro batch, all but the last within no_sync(); finish_grad_sync(). Then
+    main_grad holds the mean over the data-parallel ranks (the sum with config.calculate_per_token_loss).
+
+    Args:
+        config: the model's TransformerConfig; only `calculate_per_token_loss` is read.
+        ddp_config: see DistributedDataParallelConfig.
+        disable_bucketing: one bucket a buffer.
+        pg_collection: `dp_cp` is reduced over (`expt_dp` for experts); parallel_state's groups by default.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: None = None,
+    ) -> None:
+        super().__init__()
+        if full_param_layout is not None:
+            raise ValueError("full_param_layout is not built yet: leave it at None")
+        self.config = config
+        self.ddp_config = ddp_config
+        self.module = module
+        pg_collection = default_pg_collection(pg_collection)
+        self.dp_cp_group = pg_collection.dp_cp
+        self.expt_dp_group = pg_collection.expt_dp
+        self.is_last_microbatch = True
+        self.grad_buffers = self._make_buffers(disable_bucketing)
+        self.bucket_groups = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
+        self._overlap = ddp_config.overlap_grad_reduce and any(get_pg_size(buffer.group) > 1 for buffer in self.grad_buffers)
+        self._readiness = [_BucketReadiness(buffer) for buffer in self.grad_buffers] if self._overlap else []
+        for number, buffer in enumerate(self.grad_buffers):
+            for param in buffer.params:
+                param.grad_ready = self._grad_ready_function(param, number)  # type: ignore[attr-defined]
+                param.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+    def _make_buffers(self, disable_bucketing: bool) -> list[ParamAndGradBuffer]:
+        ddp_config = self.ddp_config
+
+        def grad_dtype_of(dtype: torch.dtype) -> torch.dtype:
+            return torch.float32 if ddp_config.grad_reduce_in_fp32 and dtype.itemsize < 4 else dtype
+
+        named = [(name.removeprefix("module."), param) for name, param in self.module.named_parameters()]
+        dense_size = get_pg_size(self.dp_cp_group)
+        per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
+        buffers = []
+        for (_, grad_dtype, is_expert), params in group_params(named, grad_dtype_of).items():
+            group = self.expt_dp_group if is_expert else self.dp_cp_group
+            numel = sum(param.numel() for _, param in params)
+            bucket_size = ddp_config.bucket_size or default_bucket_size(dense_size)
+            if ddp_config.num_buckets is not None:
+                bucket_size = -(-numel // ddp_config.num_buckets)
+            # The mean is over all data, also for experts, whose group is smaller by the expert-parallel size. Only NCCL can average.
+            average = (
+                ddp_config.average_in_collective
+                and not per_token
+                and get_pg_size(group) == dense_size > 1
+                and params[0][1].device.type == "cuda"
+            )
+            buffers.append(
+                ParamAndGradBuffer(
+                    params,
+                    grad_dtype,
+                    group,
+                    None if disable_bucketing else bucket_size,
+                    scale=1.0 if per_token or average else 1.0 / dense_size,
+                    average_in_collective=average,
+                    count_nonfinite=ddp_config.check_for_nan_in_grad or ddp_config.check_for_large_grads,
+                    count_large=ddp_config.check_for_large_grads,
+                    high_bandwidth_padding=ddp_config.pad_buckets_for_high_nccl_busbw,
+                )
+            )
+        return buffers
+
+    def _grad_ready_function(self, param: nn.Parameter, number: int) -> Callable[[], None]:
+        def grad_ready() -> None:
+            if self._overlap and self.is_last_microbatch:
+                self._readiness[number].ready(param)
+
+        return grad_ready
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro batches within it only accumulate; the one after it is the step's last."""
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = True
+
+    def zero_grad_buffer(self) -> None:
+        """Begin a step. Gradients are not cleared but overwritten by their first writer."""
+        for buffer in self.grad_buffers:
+            buffer.reset()
+        for readiness in self._readiness:
+            readiness.reset()
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start the reductions that were not started yet; in the background with overlap_grad_reduce."""
+        for buffer in self.grad_buffers:
+            for index, bucket in enumerate(buffer.buckets):
+                if not bucket.dispatched:
+                    buffer.reduce_bucket(index, async_op=self._overlap)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Complete the step's reduction; main_grad of parameters that took no part is zero. Does nothing the second time."""
+        self.start_grad_sync()
+        for buffer in self.grad_buffers:
+            buffer.wait()
+        for readiness in self._readiness:
+            readiness.finish()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply all main gradients; the factor may be a 0-d tensor on the device."""
+        for buffer in self.grad_buffers:
+            buffer.grad_data.mul_(scaling_factor)
+
+    def broadcast_params(self) -> None:
+        """Give every data-parallel rank the values of the first."""
+        for param in self.module.parameters():
+            is_expert = getattr(getattr(param, "sharding", None), "is_expert", False)
+            group = self.expt_dp_group if is_expert else self.dp_cp_group
+            if get_pg_size(group) > 1:
+                dist.broadcast(param.detach(), src=dist.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
+
+    def nonfinite_report(self) -> list[tuple[str, int]]:
+        """(parameter, steps): this rank's own gradients that were not finite, since the last call. Waits for the device.
+
+        Counted before the reduction, with check_for_nan_in_grad and more than one data-parallel rank; empty otherwise: the optimizer's
+        report then says the same.
+        """
+        return [item for buffer in self.grad_buffers for item in buffer.nonfinite_report()]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's: the wrapper adds no prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict_for_save_checkpoint(*args, **kwargs)  # type: ignore[operator]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load in the wrapped module, in place: parameters keep their main_grad."""
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the parameters that the gradient buffers belong to")
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def _move_to_main_grad(param: torch.Tensor) -> None:
+    """After autograd has summed a parameter's gradient: take it over, and say that it is ready.
+
+    torch calls this without a gradient where the weight's backward wrote main_grad itself.
+    """
+    if param.grad is not None:
+        grad, param.grad = param.grad, None
+        add_to_main_grad(param, grad)

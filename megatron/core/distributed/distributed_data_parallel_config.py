@@ -1,0 +1,96 @@
+"""Settings of data-parallel gradient reduction."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+# Fields that others may name but that nothing implements yet: a value other than the default is refused.
+_UNBUILT = (
+    "overlap_param_gather",
+    "use_distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation",
+    "param_name_patterns_for_fp32_local_accumulation",
+    "fp8_param_gather",
+    "fp4_param_gather",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "use_megatron_fsdp",
+    "use_custom_fsdp",
+    "data_parallel_sharding_strategy",
+    "nccl_ub",
+    "outer_dp_sharding_strategy",
+    "delay_wgrad_compute",
+)
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """How gradients are kept and reduced. Raises ValueError listing every problem."""
+
+    grad_reduce_in_fp32: bool = False
+    """Keep and reduce gradients in fp32, whatever the parameters are."""
+    overlap_grad_reduce: bool = False
+    """Reduce a bucket as soon as the last micro batch's backward has filled it."""
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    check_for_nan_in_grad: bool = False
+    """Count non-finite local gradients before they are reduced, on the device, so that the rank can be named (nonfinite_report)."""
+    check_for_large_grads: bool = False
+    """With check_for_nan_in_grad: count gradients whose norm is above 1e10 too."""
+    bucket_size: int | None = None
+    """Elements in a bucket, at least; None means max(40 million, 1 million * data-parallel size)."""
+    num_buckets: int | None = None
+    """Buckets per buffer, instead of bucket_size."""
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets to a multiple of 65536 elements too."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    average_in_collective: bool = False
+    """Let the collective average (NCCL) instead of scaling before a sum."""
+    fp8_param_gather: bool = False
+    fp4_param_gather: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    use_megatron_fsdp: bool = False
+    megatron_fsdp_version: int = 1
+    use_custom_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+    gradient_reduce_div_fusion: bool = True
+    suggested_communication_unit_size: int | None = None
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_all_gather_in_start_param_sync: bool = True
+    outer_dp_sharding_strategy: str = "no_shard"
+    disable_symmetric_registration: bool = False
+    fsdp_manual_registration: bool = False
+    delay_wgrad_compute: bool = False
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = False
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, one sentence each."""
+        found = [
+            f"DistributedDataParallelConfig.{field.name} = {getattr(self, field.name)!r} is not built yet: leave it at {field.default!r}"
+            for field in fields(self)
+            if field.name in _UNBUILT and getattr(self, field.name) not in (field.default, None, [])
+        ]
+        if self.num_distributed_optimizer_instances != 1:
+            found.append(f"num_distributed_optimizer_instances = {self.num_distributed_optimizer_instances} is not built yet: only 1 works")
+        for name in ("bucket_size", "num_buckets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{name} is {value}: it must be at least 1, or None for the default")
+        if self.bucket_size is not None and self.num_buckets is not None:
+            found.append(f"bucket_size {self.bucket_size} and num_buckets {self.num_buckets} were both given: keep one of them")
+        return found
+
+    def __post_init__(self) -> None:
+        if found := self.problems():
+            raise ValueError("\n".join(found))

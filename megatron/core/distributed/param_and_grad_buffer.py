@@ -1,0 +1,216 @@
+"""Main gradients in contiguous buffers, cut in buckets that are reduced one by one.
+
+Layout (checkpoints of the distributed optimizer depend on it): parameters in reverse order of registration, because backward fills them
+in about that order; each starts at a multiple of 64 elements; a bucket ends at a multiple of the data-parallel size and of 128 elements.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.utils import get_pg_size
+
+PARAM_ALIGNMENT = 64  # elements; so every view starts on a 128-byte boundary in bf16 too
+BUCKET_ALIGNMENT = 128
+HIGH_BANDWIDTH_ALIGNMENT = 2**16
+LARGE_GRAD_NORM = 1e10
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """Where a parameter's gradient lies: elements [start, end) of the buffer."""
+
+    name: str
+    start: int
+    end: int
+    bucket: int
+
+
+@dataclass(frozen=True)
+class BucketSlot:
+    """Elements [start, end) of the buffer, of which `numel_unpadded` come before the padding at the end."""
+
+    start: int
+    end: int
+    numel_unpadded: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    params: tuple[ParamSlot, ...]
+    buckets: tuple[BucketSlot, ...]
+    numel: int
+
+
+def default_bucket_size(dp_size: int) -> int:
+    """Elements: large enough that a bucket's latency is small beside its transfer, growing with the number of ranks."""
+    return max(40_000_000, 1_000_000 * dp_size)
+
+
+def compute_buffer_layout(
+    params: Sequence[tuple[str, int]], bucket_size: int | None, dp_size: int, high_bandwidth_padding: bool = False
+) -> BufferLayout:
+    """Place parameters, given as (name, number of elements) in registration order.
+
+    A bucket closes once it holds at least `bucket_size` elements (None: one bucket for all). Pure: no tensor, no process group.
+    """
+    alignment = math.lcm(dp_size, BUCKET_ALIGNMENT, HIGH_BANDWIDTH_ALIGNMENT if high_bandwidth_padding else 1)
+    slots: list[ParamSlot] = []
+    buckets: list[BucketSlot] = []
+    names: list[str] = []
+    bucket_start = end = 0
+
+    def close_bucket() -> None:
+        nonlocal bucket_start, end, names
+        padded_end = bucket_start + _round_up(end - bucket_start, alignment)
+        buckets.append(BucketSlot(bucket_start, padded_end, end - bucket_start, tuple(names)))
+        bucket_start = end = padded_end
+        names = []
+
+    for name, numel in reversed(params):
+        start = _round_up(end, PARAM_ALIGNMENT)
+        end = start + numel
+        slots.append(ParamSlot(name, start, end, len(buckets)))
+        names.append(name)
+        if bucket_size is not None and end - bucket_start >= bucket_size:
+            close_bucket()
+    if names:
+        close_bucket()
+    return BufferLayout(tuple(slots), tuple(buckets), buckets[-1].end if buckets else 0)
+
+
+class GradBucket:
+    """A part of a gradient buffer that is reduced in one collective."""
+
+    def __init__(self, names: tuple[str, ...], params: list[torch.nn.Parameter], grad_data: torch.Tensor) -> None:
+        self.names = names
+        self.params = params
+        self.grad_data = grad_data  # a flat view, padding included
+        self.work: dist.Work | None = None
+        self.dispatched = False
+
+
+class ParamAndGradBuffer:
+    """The main gradients of parameters that share dtypes and a reduction group.
+
+    Args:
+        params: (name, parameter) in registration order.
+        grad_dtype: dtype of the gradients.
+        group: the ranks to reduce over; None means alone.
+        bucket_size: see compute_buffer_layout.
+        scale: factor on the local gradients before they are summed (1 / data-parallel size for a mean).
+        average_in_collective: let NCCL average; then `scale` is the factor beyond the mean.
+        count_nonfinite: keep, on the device, how often each local gradient was not finite before its reduction.
+
+    Sets `main_grad` (a view with the parameter's shape) and `main_grad_filled` (False) on each parameter.
+    """
+
+    def __init__(
+        self,
+        params: list[tuple[str, torch.nn.Parameter]],
+        grad_dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        bucket_size: int | None,
+        *,
+        scale: float = 1.0,
+        average_in_collective: bool = False,
+        count_nonfinite: bool = False,
+        count_large: bool = False,
+        high_bandwidth_padding: bool = False,
+    ) -> None:
+        self.group = group
+        self.scale = scale
+        self.average_in_collective = average_in_collective
+        self.largest_norm = LARGE_GRAD_NORM if count_large else torch.inf
+        self.layout = compute_buffer_layout(
+            [(name, param.numel()) for name, param in params], bucket_size, get_pg_size(group), high_bandwidth_padding
+        )
+        by_name = dict(params)
+        assert len(by_name) == len(params), "parameter names must be unique"
+        # zeros once: padding is summed with the rest and must stay finite
+        self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype, device=params[0][1].device)
+        for slot in self.layout.params:
+            param = by_name[slot.name]
+            param.main_grad = self.grad_data[slot.start : slot.end].view(param.shape)  # type: ignore[attr-defined]
+            param.main_grad_filled = False  # type: ignore[attr-defined]
+        self.buckets = [
+            GradBucket(bucket.names, [by_name[name] for name in bucket.names], self.grad_data[bucket.start : bucket.end])
+            for bucket in self.layout.buckets
+        ]
+        self.params = [by_name[slot.name] for slot in self.layout.params]
+        self.nonfinite_counts = (
+            [torch.zeros(len(bucket.names), dtype=torch.int32, device=self.grad_data.device) for bucket in self.buckets]
+            if count_nonfinite
+            else None
+        )
+        self._nonfinite_reported = [[0] * len(bucket.names) for bucket in self.buckets]
+
+    def reset(self) -> None:
+        """Begin a step: the next write to each main_grad overwrites it. No memory is touched."""
+        for param in self.params:
+            param.main_grad_filled = False  # type: ignore[attr-defined]
+        for bucket in self.buckets:
+            assert bucket.work is None, "a new step began before finish_grad_sync"
+            bucket.dispatched = False
+
+    def zero_unfilled(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Zero the main_grad of parameters that nothing wrote in this step."""
+        for param in params:
+            if not param.main_grad_filled:  # type: ignore[attr-defined]
+                param.main_grad.zero_()  # type: ignore[attr-defined]
+                param.main_grad_filled = True  # type: ignore[attr-defined]
+
+    def reduce_bucket(self, index: int, async_op: bool) -> None:
+        """Zero what was not written, and start the bucket's reduction; once a step."""
+        bucket = self.buckets[index]
+        assert not bucket.dispatched
+        bucket.dispatched = True
+        self.zero_unfilled(bucket.params)
+        if get_pg_size(self.group) == 1:
+            return
+        if self.nonfinite_counts is not None:
+            norms = torch.stack(torch._foreach_norm([param.main_grad for param in bucket.params])).float()  # type: ignore[attr-defined]
+            self.nonfinite_counts[index] += ~(norms <= self.largest_norm) | ~norms.isfinite()
+        if self.scale != 1.0:
+            bucket.grad_data.mul_(self.scale)
+        op = dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
+        work = dist.all_reduce(bucket.grad_data, op=op, group=self.group, async_op=async_op)
+        bucket.work = work if async_op else None
+
+    def wait(self) -> None:
+        """Make all reductions that were started precede what follows."""
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    def nonfinite_report(self) -> list[tuple[str, int]]:
+        """(parameter, steps) of this rank's own gradients that were not finite since the last call. Waits for the device."""
+        found = []
+        for index, (bucket, reported) in enumerate(zip(self.buckets, self._nonfinite_reported)):
+            if self.nonfinite_counts is None:
+                break
+            counts = self.nonfinite_counts[index].tolist()
+            found += [(name, now - before) for name, now, before in zip(bucket.names, counts, reported) if now > before]
+            self._nonfinite_reported[index] = counts
+        return found
+
+
+def group_params(
+    params: list[tuple[str, torch.nn.Parameter]], grad_dtype_of: Callable[[torch.dtype], torch.dtype]
+) -> dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[str, torch.nn.Parameter]]]:
+    """Parameters by (parameter dtype, gradient dtype, is an expert's), each in registration order; frozen ones are left out."""
+    grouped: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in params:
+        if param.requires_grad:
+            is_expert = bool(getattr(getattr(param, "sharding", None), "is_expert", False))
+            grouped.setdefault((param.dtype, grad_dtype_of(param.dtype), is_expert), []).append((name, param))
+    return grouped

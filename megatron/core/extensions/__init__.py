@@ -1,0 +1,1 @@
+"""Optional libraries behind our own names."""

@@ -1,0 +1,42 @@
+"""SwiGLU (Shazeer 2020): silu(gate) * up, where the last dim holds gate then up."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its input alone; silu is computed again going back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        out = torch.empty_like(x)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(grads[0], F.silu(gate), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
+        return out
+
+
+def bias_swiglu_impl(
+    input: torch.Tensor, bias: torch.Tensor | None, fp8_input_store: bool = False, cpu_offload_input: bool = False
+) -> torch.Tensor:
+    """[.., 2n] (+ bias [2n]) -> [.., n]."""
+    if fp8_input_store or cpu_offload_input:
+        raise ValueError("bias_swiglu_impl: fp8_input_store and cpu_offload_input are not supported; leave them off")
+    return _SwiGLU.apply(input if bias is None else input + bias)
+
+
+def bias_swiglu_plain(input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The plain twin of bias_swiglu_impl."""
+    gate, up = (input if bias is None else input + bias).chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up

@@ -1,0 +1,61 @@
+"""Rotary embedding (Su et al. 2021): turns pairs of channels of queries and keys by angles that grow with the position.
+
+Pairs are (i, i + d/2), or neighbours (2i, 2i + 1) when interleaved. Channels beyond the angles' width pass unchanged.
+"""
+
+from typing import Any
+
+import torch
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps cosines and sines alone: the gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(t, cos, sin, interleaved)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
+
+
+def _pairs(t: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if interleaved:
+        return t[..., ::2], t[..., 1::2]
+    return t.chunk(2, dim=-1)  # type: ignore[return-value]
+
+
+def _turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    width = 2 * cos.shape[-1]
+    out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    first, second = _pairs(t[..., :width], interleaved)
+    out_first, out_second = _pairs(out[..., :width], interleaved)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    if width < t.shape[-1]:
+        out[..., width:] = t[..., width:]
+    return out
+
+
+def fused_apply_rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """t [s, b, heads, d], freqs [s, 1, 1, width <= d] in radians, each angle twice as RotaryEmbedding makes them -> like t."""
+    angles = _pairs(freqs, interleaved)[0]
+    return _Rotate.apply(t, angles.cos().to(t.dtype), angles.sin().to(t.dtype), interleaved)
+
+
+def apply_rotary_plain(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The plain twin of fused_apply_rotary."""
+    width = freqs.shape[-1]
+    turned, kept = t[..., :width], t[..., width:]
+    first, second = _pairs(turned, interleaved)
+    if interleaved:
+        rotated = torch.stack((-second, first), dim=-1).flatten(-2)
+    else:
+        rotated = torch.cat((-second, first), dim=-1)
+    turned = turned * freqs.cos().to(t.dtype) + rotated * freqs.sin().to(t.dtype)
+    return torch.cat((turned, kept), dim=-1)

@@ -1,0 +1,106 @@
+"""How a model is spread over ranks and in which precision: the settings that layers, schedules and gradients share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class ModelParallelConfig:
+    """Names and defaults are Megatron's. Raises ValueError with every problem that `problems` finds."""
+
+    # Sizes of the axes, in ranks.
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+
+    # Initial weights. init_seed is ours: values depend on it, the checkpoint key and the layer, never on the layout.
+    perform_initialization: bool = True
+    use_cpu_initialization: bool = False
+    init_seed: int = 1234
+
+    # Precision.
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype = torch.float32
+    pipeline_dtype: torch.dtype | None = None
+    deterministic_mode: bool = False
+
+    # Set by the training loop, called by schedules.
+    timers: Any = None
+    finalize_model_grads_func: Callable | None = None
+    grad_scale_func: Callable | None = None
+    no_sync_func: Callable | list[Callable] | None = None
+    grad_sync_func: Callable | list[Callable] | None = None
+    param_sync_func: Callable | list[Callable] | None = None
+
+    # Linears write their weight gradient straight into the gradient buffer (tensor_parallel/weight_grad.py).
+    gradient_accumulation_fusion: bool = False
+    delay_wgrad_compute: bool = False
+    tp_comm_overlap: bool = False
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
+
+    # Pipeline communication.
+    variable_seq_lengths: bool = False
+    overlap_p2p_comm: bool = False
+    batch_p2p_comm: bool = True
+    batch_p2p_sync: bool = True
+    deallocate_pipeline_outputs: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    barrier_with_L1_time: bool = True
+
+    def __post_init__(self) -> None:
+        if self.fp16 and self.params_dtype is torch.float32:
+            self.params_dtype = torch.float16
+        if self.bf16 and self.params_dtype is torch.float32:
+            self.params_dtype = torch.bfloat16
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        if self.microbatch_group_size_per_vp_stage is None:
+            self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
+        problems = self.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, one sentence each: what was given, the rule, a value that works."""
+        found = [
+            f"{name} {getattr(self, name)} must be at least 1"
+            for name in (
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "context_parallel_size",
+                "expert_model_parallel_size",
+            )
+            if getattr(self, name) < 1
+        ]
+        if self.fp16 and self.bf16:
+            found.append("fp16 and bf16 are both on; choose one")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            found.append("sequence_parallel needs tensor_model_parallel_size > 1, which is 1; turn it off or split over 2 ranks")
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            found.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, which is 1; leave it unset")
+        if self.cross_entropy_fusion_impl not in ("native", "te"):
+            found.append(f"cross_entropy_fusion_impl {self.cross_entropy_fusion_impl!r} must be 'native' or 'te'")
+        return found + [f"{name} is not supported yet; leave it at its default" for name in self._not_supported()]
+
+    def _not_supported(self) -> list[str]:
+        """Settings that are known by name and refused, so that none is silently without effect."""
+        checks = {
+            "context_parallel_size > 1": self.context_parallel_size > 1,
+            "expert_model_parallel_size > 1": self.expert_model_parallel_size > 1,
+            "delay_wgrad_compute": self.delay_wgrad_compute,
+            "tp_comm_overlap": self.tp_comm_overlap,
+            "cross_entropy_fusion_impl 'te'": self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te",
+            "num_microbatches_with_partial_activation_checkpoints": self.num_microbatches_with_partial_activation_checkpoints is not None,
+        }
+        return [name for name, used in checks.items() if used]

@@ -1,0 +1,1 @@
+"""Models, and the protocol through which they get their layers."""

@@ -1,0 +1,41 @@
+"""The protocol through which layer specs get their classes, and the local backend: torch alone, on every device."""
+
+from typing import Any, Protocol
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+
+class BackendSpecProvider(Protocol):
+    """Each method returns a class (or spec) that takes the arguments of our own class of that kind."""
+
+    def column_parallel_linear(self) -> Any: ...
+
+    def row_parallel_linear(self) -> Any: ...
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any: ...
+
+    def column_parallel_layer_norm_linear(self) -> Any | None:
+        """Norm and linear in one; None where the backend composes them."""
+
+    def core_attention(self) -> Any: ...
+
+
+class LocalSpecProvider:
+    """torch's own kernels."""
+
+    def column_parallel_linear(self) -> Any:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> Any:
+        return RowParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any:
+        return WrappedTorchNorm
+
+    def column_parallel_layer_norm_linear(self) -> Any | None:
+        return None
+
+    def core_attention(self) -> Any:
+        return DotProductAttention

@@ -1,0 +1,100 @@
+"""Angles of the rotary position embedding (Su et al. 2021), and how they are applied."""
+
+import math
+from typing import Any
+
+import torch
+
+from megatron.core import device
+from megatron.core.fusions.fused_rope import apply_rotary_plain, fused_apply_rotary
+from megatron.core.utils import Group, get_pg_size
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """forward(max_seq_len) -> angles [s, 1, 1, width] in radians, fp32, each twice; width = kv_channels * rotary_percent.
+
+    rotary_base: pair i turns by position * base^(-2i / width). seq_len_interpolation_factor: positions are divided by it
+    (Chen et al. 2023). rope_scaling: the frequency-dependent stretching of Llama 3.1 by rope_scaling_factor.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
+        cp_group: Group = None,
+    ) -> None:
+        super().__init__()
+        if get_pg_size(cp_group) > 1:
+            raise ValueError("RotaryEmbedding does not support context parallelism yet; use context_parallel_size 1")
+        width = int(kv_channels * rotary_percent)
+        if width < 2 or width % 2:
+            raise ValueError(
+                f"rotary width {width} (kv_channels {kv_channels} x rotary_percent {rotary_percent}) must be even and at least 2"
+            )
+        self.rotary_interleaved, self.seq_len_interpolation_factor = rotary_interleaved, seq_len_interpolation_factor
+        where = torch.device("cpu") if use_cpu_initialization else device.current_device()
+        frequencies = 1.0 / rotary_base ** (torch.arange(0, width, 2, dtype=torch.float32, device=where) / width)
+        self.inv_freq = stretch_frequencies(frequencies, rope_scaling_factor) if rope_scaling else frequencies
+        self._cached: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """[s, width / 2]: position times frequency."""
+        positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=self.inv_freq.device)
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions / self.seq_len_interpolation_factor
+        return torch.outer(positions, self.inv_freq)
+
+    def get_cos_sin(self, max_seq_len: int, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return angles.cos(), angles.sin()
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Group = None) -> torch.Tensor:
+        self.inv_freq = self.inv_freq.to(device.current_device())
+        key = (max_seq_len, offset, self.inv_freq.device)
+        if key not in self._cached:
+            angles = self.get_freqs_non_repeated(max_seq_len, offset)
+            if self.rotary_interleaved:
+                repeated = angles.repeat_interleave(2, dim=-1)
+            else:
+                repeated = torch.cat((angles, angles), dim=-1)
+            self._cached = {key: repeated[:, None, None, :]}
+        return self._cached[key]
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: torch.Tensor | None,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+    ) -> int:
+        """Tokens of the whole sequence, of which `transformer_input` [s, b, h] may hold this rank's part (sequence parallelism)."""
+        hidden = transformer.input_tensor if getattr(transformer, "input_tensor", None) is not None else transformer_input
+        assert hidden is not None
+        return hidden.shape[0] * (transformer_config.tensor_model_parallel_size if transformer_config.sequence_parallel else 1)
+
+
+def stretch_frequencies(
+    frequencies: torch.Tensor, factor: float, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0, original_length: int = 8192
+) -> torch.Tensor:
+    """Llama 3.1: waves longer than original_length / low_freq_factor are stretched by `factor`, those shorter than
+    original_length / high_freq_factor are kept, and between the two the share goes linearly with original_length / wave length."""
+    waves = 2 * math.pi / frequencies
+    kept = ((original_length / waves - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / factor
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: torch.Tensor | None = None, mscale: float = 1.0, cp_group: Group = None
+) -> torch.Tensor:
+    """Turn t [s, b, heads, d] by freqs [s, 1, 1, width <= d]: the fast path with config.apply_rope_fusion, else its plain twin."""
+    if cu_seqlens is not None or mscale != 1.0:
+        raise ValueError("apply_rotary_pos_emb: cu_seqlens and mscale are not supported yet; leave them out")
+    apply = fused_apply_rotary if config.apply_rope_fusion else apply_rotary_plain
+    return apply(t, freqs, config.rotary_interleaved)

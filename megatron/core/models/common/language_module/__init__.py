@@ -1,0 +1,1 @@
+"""What every language model does with its embedding and its logits."""

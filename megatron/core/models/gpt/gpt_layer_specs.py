@@ -1,0 +1,108 @@
+"""The parts of a GPT layer, by backend."""
+
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import transformer_engine_problem
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.process_groups_config import default_pg_collection
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import get_pg_rank
+
+# Checkpoints are written under the names of Transformer Engine, whose linears contain the norm before them.
+FUSED_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def layer_spec(backend: BackendSpecProvider, *, qk_layernorm: bool = False, normalization: str | None = None) -> ModuleSpec:
+    """A pre-norm layer of self-attention and MLP from a backend's parts."""
+    rms = normalization == "RMSNorm"
+    norm_linear = backend.column_parallel_layer_norm_linear()
+    norm = backend.layer_norm(rms_norm=rms) if norm_linear is None else IdentityOp
+    column = backend.column_parallel_linear() if norm_linear is None else norm_linear
+    head_norm = backend.layer_norm(rms_norm=rms, for_qk=True) if qk_layernorm else None
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=backend.core_attention(),
+                    linear_proj=backend.row_parallel_linear(),
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=backend.row_parallel_linear())),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=FUSED_NORM_KEYS if norm_linear is None else {},
+        ),
+    )
+
+
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"GPT layer spec: {name} is not supported yet; leave it out")
+
+
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+) -> ModuleSpec:
+    """A layer of the local backend. `normalization` None: as the config says."""
+    _refuse(
+        num_experts=num_experts,
+        moe_grouped_gemm=moe_grouped_gemm,
+        multi_latent_attention=multi_latent_attention,
+        fp8=fp8,
+        qk_l2_norm=qk_l2_norm,
+    )
+    return layer_spec(LocalSpecProvider(), qk_layernorm=bool(qk_layernorm), normalization=normalization)
+
+
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    qk_l2_norm: bool | None = False,
+) -> ModuleSpec:
+    """A layer of the Transformer Engine backend. Raises ValueError: the backend is not built yet."""
+    raise ValueError(transformer_engine_problem("get_gpt_layer_with_transformer_engine_spec"))
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The specs of the layers of this stage (its chunk `vp_stage`), and the final norm."""
+    if use_transformer_engine:
+        raise ValueError(transformer_engine_problem("get_gpt_decoder_block_spec"))
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=normalization, qk_l2_norm=qk_l2_norm)
+    stage = get_pg_rank(default_pg_collection(None).pp) if pp_rank is None else pp_rank
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage, stage), LocalSpecProvider().layer_norm())

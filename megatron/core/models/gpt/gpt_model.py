@@ -1,0 +1,182 @@
+"""GPT: embedding, a block of layers, output layer, loss. LLaMA and its kin are this model with other settings."""
+
+from typing import Any
+
+import torch
+
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.init import deferred_initialization
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.param_sharding import build_param_table, initialize_parameters
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_size
+
+POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
+EMBEDDING_KEY = "embedding.word_embeddings.weight"
+
+
+class GPTModel(LanguageModule):
+    """One pipeline stage (one chunk of it) of a GPT.
+
+    forward: ids, positions, labels [b, s] -> loss per token [b, s] fp32; without labels logits [b, s, vocabulary], this rank's
+    columns of them when parallel_output.
+    vocab_size is the padded one; config.logical_vocab_size says how many rows are tokens. Stages after the first return, and stages before
+    the last take through `set_input_tensor`, hidden states [s, b, h].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: ModuleSpec | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        _check_arguments(
+            config, vocab_size, get_pg_size(self.pg_collection.tp), position_embedding_type, fp16_lm_cross_entropy, mtp_block_spec
+        )
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.parallel_output = parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        # Tied weights that live in two stages: each copy's record names the other.
+        tied_across_stages = share_embeddings_and_output_weights and not (pre_process and post_process)
+        with deferred_initialization():
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config,
+                    vocab_size,
+                    max_sequence_length,
+                    position_embedding_type,
+                    scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
+                    pg_collection=self.pg_collection,
+                    shared_with=EMBEDDING_KEY if tied_across_stages else None,
+                )
+            if position_embedding_type == "rope":
+                assert config.kv_channels is not None
+                self.rotary_pos_emb = RotaryEmbedding(
+                    config.kv_channels,
+                    rotary_percent,
+                    config.rotary_interleaved,
+                    seq_len_interpolation_factor,
+                    rotary_base,
+                    rope_scaling,
+                    rope_scaling_factor,
+                    config.use_cpu_initialization,
+                    cp_group=self.pg_collection.cp,
+                )
+            self.decoder = TransformerBlock(
+                config,
+                transformer_layer_spec,
+                pre_process=pre_process,
+                post_process=post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
+            if post_process:
+                self.output_layer = ColumnParallelLinear(
+                    config.hidden_size,
+                    vocab_size,
+                    config=config,
+                    init_method=config.embedding_init_method if share_embeddings_and_output_weights else config.init_method,  # type: ignore[arg-type]
+                    bias=False,
+                    gather_output=not parallel_output,
+                    skip_weight_param_allocation=share_embeddings_and_output_weights and pre_process,
+                    pg_collection=self.pg_collection,
+                    logical_size=config.logical_vocab_size,
+                    shared_with=EMBEDDING_KEY if tied_across_stages else None,
+                )
+        build_param_table(self)
+        if config.perform_initialization:
+            initialize_parameters(self, config.init_seed)
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """Hidden states from the stage before."""
+        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        decoder_input: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        loss_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """attention_mask: bool, True = hidden, [1 or b, 1, s, s], beside the causal mask; None for causal alone.
+
+        decoder_input [s, b, h] replaces the embedding. loss_mask is the caller's business: the loss comes back per token.
+        """
+        if decoder_input is None and self.pre_process:
+            assert input_ids is not None
+            decoder_input = self.embedding(input_ids, position_ids)
+        angles = None
+        if self.position_embedding_type == "rope":
+            angles = self.rotary_pos_emb(
+                self.rotary_pos_emb.get_rotary_seq_len(inference_context, self.decoder, decoder_input, self.config, packed_seq_params)
+            )
+        hidden = self.decoder(
+            decoder_input,
+            attention_mask,
+            rotary_pos_emb=angles,
+            inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+            **(extra_block_kwargs or {}),
+        )
+        if not self.post_process:
+            return hidden
+        weight = self.shared_embedding_or_output_weight()
+        logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)
+
+
+def _check_arguments(config: TransformerConfig, vocab_size: int, tp: int, position_embedding_type: str, fp16_loss: bool, mtp: Any) -> None:
+    """Raises ValueError with every problem."""
+    problems = []
+    if position_embedding_type not in POSITION_EMBEDDINGS:
+        problems.append(f"position_embedding_type {position_embedding_type!r} must be one of {', '.join(POSITION_EMBEDDINGS)}")
+    if vocab_size % tp:
+        problems.append(f"vocab_size {vocab_size} is not divisible by tensor parallel size {tp}; pad it to {-(-vocab_size // tp) * tp}")
+    for name in ("logical_vocab_size", "softmax_vocab_size"):
+        size = getattr(config, name)
+        if size is not None and not 0 < size <= vocab_size:
+            problems.append(f"config.{name} {size} must be between 1 and vocab_size {vocab_size}")
+    if tp != config.tensor_model_parallel_size:
+        problems.append(
+            f"the tensor-parallel group has {tp} ranks but config.tensor_model_parallel_size is {config.tensor_model_parallel_size}"
+        )
+    if fp16_loss:
+        problems.append("fp16_lm_cross_entropy is not supported: the loss is computed in fp32 a block at a time, at no cost in memory")
+    if mtp is not None:
+        problems.append("mtp_block_spec is not supported yet; leave it out")
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -1,0 +1,113 @@
+"""Norms over the whole model, each parameter counted once whatever the layout; on the device, without waiting for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+# On a CPU torch adds up squares of fp32 in fp32: over 14 million elements the norm is off by 6e-4. Over 64 Ki it is below 1e-6.
+_CPU_PIECE = 2**16
+
+
+def counted_parts(sharding: Any, tp_size: int, tp_rank: int, is_shared_copy: bool = False) -> list[tuple[int, int, bool] | bool]:
+    """Which parts of a local shard enter a sum over the model-parallel ranks, so that each element of the model is counted once.
+
+    One bool for the whole shard, or (start, length, counted) along the sharding's split_dim. Replicated parts count on tensor rank 0;
+    `is_shared_copy`, of a tied parameter that another pipeline stage owns, does not count. `sharding` None means replicated.
+    """
+    if is_shared_copy:
+        return [False]
+    if sharding is None:
+        return [tp_rank == 0]
+    axes = {segment.axis for segment in sharding.segments}
+    if sharding.split_dim is None or "tp" not in axes:
+        return [tp_rank == 0]
+    if axes == {"tp"} or tp_size == 1:
+        return [True]
+    parts: list[tuple[int, int, bool] | bool] = []
+    start = 0
+    for segment in sharding.segments:
+        length = segment.size // tp_size if segment.axis == "tp" else segment.size
+        parts.append((start, length, segment.axis == "tp" or tp_rank == 0))
+        start += length
+    return parts
+
+
+class NormPlan:
+    """How the tensors of parameters (gradients, or the parameters themselves) are cut in pieces and which pieces count.
+
+    Args:
+        named_params: (name, model parameter with its `sharding` record).
+        mp_group: the model-parallel ranks (tensor x pipeline) that together hold the model once; None means alone.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, torch.Tensor]],
+        mp_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        pp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.mp_group = mp_group
+        device = named_params[0][1].device
+        self._piece_size = _CPU_PIECE if device.type == "cpu" else None
+        self._cuts: list[list[tuple[int, int, int] | None]] = []  # for each parameter: (dim, start, length), or all of it
+        owners: list[int] = []
+        counted: list[bool] = []
+        for index, (name, param) in enumerate(named_params):
+            sharding: Any = getattr(param, "sharding", None)
+            owner = getattr(sharding, "shared_with", None)
+            is_copy = get_pg_size(pp_group) > 1 and owner is not None and not name.endswith(owner)
+            cuts: list[tuple[int, int, int] | None] = []
+            for part in counted_parts(sharding, get_pg_size(tp_group), get_pg_rank(tp_group), is_copy):
+                cut = None if isinstance(part, bool) else (sharding.split_dim, part[0], part[1])
+                pieces = len(self._split(param.detach(), cut))
+                cuts.append(cut)
+                owners += [index] * pieces
+                counted += [part if isinstance(part, bool) else part[2]] * pieces
+            self._cuts.append(cuts)
+        self.num_params = len(named_params)
+        self.owners = torch.tensor(owners, device=device)
+        self.counted = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=device)
+
+    def _split(self, tensor: torch.Tensor, cut: tuple[int, int, int] | None) -> Sequence[torch.Tensor]:
+        part = tensor if cut is None else tensor.narrow(*cut)
+        if self._piece_size is None or part.numel() <= self._piece_size:
+            return [part]
+        return part.reshape(-1).split(self._piece_size)
+
+    def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [piece for tensor, cuts in zip(tensors, self._cuts, strict=True) for cut in cuts for piece in self._split(tensor, cut)]
+
+    def _total(self, values: torch.Tensor) -> torch.Tensor:
+        total = (values if self.counted is None else values * self.counted).sum()
+        if get_pg_size(self.mp_group) > 1:
+            dist.all_reduce(total, group=self.mp_group)
+        return total
+
+    @torch.no_grad()
+    def norm(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(2-norm over all ranks, 0-d fp64; which local tensors were not finite, int32 [len(tensors)]).
+
+        One value that is not finite, on any rank, counted or not, makes the norm so on every rank of the group: nothing else needs to
+        be exchanged. (fp32 values above 1.8e19 do so too: their squares overflow.)
+        """
+        norms = torch.stack(torch._foreach_norm(self._pieces(tensors)))
+        squares = norms.double().square()
+        bad = (~norms.isfinite()).to(torch.int32)
+        nonfinite = torch.zeros(self.num_params, dtype=torch.int32, device=norms.device).index_add_(0, self.owners, bad)
+        return self._total(squares).sqrt(), nonfinite.clamp_(max=1)
+
+    @torch.no_grad()
+    def count_zeros(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """How many elements are exactly 0, over all ranks: 0-d int64."""
+        zeros = torch.stack([piece.numel() - torch.count_nonzero(piece) for piece in self._pieces(tensors)])
+        return self._total(zeros.double()).to(torch.int64)
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What to multiply gradients of 2-norm `norm` with, so that it is at most `max_norm` (at most 1; 0-d tensor)."""
+    return (max_norm / (norm + 1.0e-6)).clamp(max=1.0)

@@ -1,0 +1,125 @@
+"""Adam and SGD as torch's fused kernels, with the gradient's scale and the decision to skip read on the device.
+
+The kernels divide each gradient by `grad_scale` in place, and leave everything alone when `found_inf` is 1. They take a learning rate
+for each group from the host and keep one step count a group (checkpoints hold it there), which a skipped step does not move.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+class FusedOptimizer:
+    """What both share: groups, state (allocated at once, so that a checkpoint can be read into it) and the split by dtype.
+
+    Args:
+        param_groups: dicts with `params` (contiguous tensors), `lr`, `weight_decay` and whatever the caller keeps there.
+    """
+
+    state_names: tuple[str, ...] = ()
+
+    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+        self.param_groups = param_groups
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for group in param_groups:
+            group["step"] = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
+            for param in group["params"]:
+                assert param.is_contiguous(), "the fused kernels walk parameter, gradient and state side by side"
+                self.state[param] = {name: torch.zeros_like(param, requires_grad=False) for name in self.state_names}
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """One update. `grads` follows the parameters of all groups in order, in their dtypes; they are divided by grad_scale in place.
+
+        grad_scale, found_inf: 0-d fp32 tensors on the parameters' device.
+        """
+        if grad_scale is not None:
+            # the kernels read the scale as fp32, which would cost fp64 gradients their precision
+            wide = [grad for grad in grads if grad.dtype == torch.float64]
+            if wide:
+                torch._foreach_div_(wide, grad_scale)
+        remaining = iter(grads)
+        for group in self.param_groups:
+            group["step"] += 1.0 - found_inf
+            by_dtype: dict[torch.dtype, tuple[Tensors, Tensors]] = {}
+            for param in group["params"]:
+                params_grads = by_dtype.setdefault(param.dtype, ([], []))
+                params_grads[0].append(param)
+                params_grads[1].append(next(remaining))
+            for dtype, (params, group_grads) in by_dtype.items():
+                scale = None if grad_scale is None or dtype == torch.float64 else grad_scale.float()
+                states = [[self.state[param][name] for param in params] for name in self.state_names]
+                self._update(group, params, group_grads, states, scale, found_inf)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: Tensors,
+        grads: Tensors,
+        states: list[Tensors],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+    ) -> None:
+        raise NotImplementedError
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam, with weight decay apart from the gradient (AdamW, https://arxiv.org/abs/1711.05101) or added to it."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self, param_groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, decoupled_weight_decay: bool = True
+    ) -> None:
+        for group in param_groups:
+            group.update(betas=betas, eps=eps, bias_correction=True)
+        self.kernel: Callable[..., None] = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+        super().__init__(param_groups)
+
+    def _update(self, group, params, grads, states, grad_scale, found_inf):  # type: ignore[no-untyped-def]
+        self.kernel(
+            params,
+            grads,
+            states[0],
+            states[1],
+            [],
+            [group["step"]] * len(params),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum; weight decay is added to the gradient."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], momentum: float) -> None:
+        self.state_names = ("momentum_buffer",) if momentum else ()
+        for group in param_groups:
+            group["momentum"] = momentum
+        super().__init__(param_groups)
+
+    def _update(self, group, params, grads, states, grad_scale, found_inf):  # type: ignore[no-untyped-def]
+        torch._fused_sgd_(
+            params,
+            grads,
+            states[0] if states else [],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,  # the buffer starts at 0, which gives the same first step
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )

@@ -1,0 +1,328 @@
+"""Linear layers and the embedding, split over the tensor-parallel ranks.
+
+Activations are [s, b, h]. Under sequence parallelism what lies between the split regions is divided over the ranks in dim 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron.core import device
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_first_dim,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.param_sharding import ParamSharding, Segment, declare, local_shape, replicated
+from megatron.core.tensor_parallel.utils import VocabUtility
+from megatron.core.tensor_parallel.weight_grad import write_weight_grad
+from megatron.core.utils import Group, divide, get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
+
+
+def resolve_tp_group(tp_group: Group, pg_collection: ProcessGroupCollection | None) -> Group:
+    """The tensor-parallel group of a layer: of the collection, else the one given, else that of `parallel_state`."""
+    return pg_collection.tp if pg_collection is not None else get_tensor_model_parallel_group_if_none(tp_group)
+
+
+def empty_parameter(sharding: ParamSharding, config: ModelParallelConfig, tp_size: int) -> torch.nn.Parameter:
+    """An unset parameter of this rank's shape, in config.params_dtype on the device (the CPU with use_cpu_initialization)."""
+    where = torch.device("cpu") if config.use_cpu_initialization else device.current_device()
+    return torch.nn.Parameter(torch.empty(local_shape(sharding, tp_size), dtype=config.params_dtype, device=where))
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + b, whose backward writes dW into the gradient buffer and overlaps the reduction of dx with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        fuse_weight_grad: bool,
+        reduce_input_grad: bool,
+        sequence_parallel: bool,
+        group: Group,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        ctx.settings = fuse_weight_grad, reduce_input_grad, sequence_parallel, group
+        return F.linear(gather_first_dim(x, group) if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        weight, (fuse_weight_grad, reduce_input_grad, sequence_parallel, group) = ctx.weight, ctx.settings
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = grads[0].contiguous()
+        if sequence_parallel and needs_weight:
+            x = gather_first_dim(x, group)
+        grad_input, waiting = None, None
+        if needs_input:
+            grad_input = grad.matmul(weight)
+            if sequence_parallel:
+                whole, grad_input = grad_input, grad_input.new_empty(grad_input.shape[0] // get_pg_size(group), *grad_input.shape[1:])
+                waiting = dist.reduce_scatter_tensor(grad_input, whole, group=group, async_op=True)
+            elif reduce_input_grad:
+                waiting = dist.all_reduce(grad_input, group=group, async_op=True)
+        grad_weight = None
+        grad_2d = grad.view(-1, grad.shape[-1])
+        if needs_weight:
+            x_2d = x.reshape(-1, x.shape[-1])
+            if fuse_weight_grad and hasattr(weight, "main_grad"):
+                write_weight_grad(weight, grad_2d, x_2d)
+            else:
+                grad_weight = grad_2d.t().mm(x_2d)
+        grad_bias = grad_2d.sum(dim=0) if needs_bias and ctx.has_bias else None
+        if waiting is not None:
+            waiting.wait()
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    tp_group: Group = None,
+) -> torch.Tensor:
+    """input [s, b, in] times weight [out, in] transposed, plus bias.
+
+    allreduce_dgrad: sum the input's gradient over the group.
+    sequence_parallel: gather the input's tokens first, reduce-scatter its gradient.
+    gradient_accumulation_fusion: write the weight's gradient into weight.main_grad, where there is one.
+    """
+    if grad_output_buffer is not None or wgrad_deferral_limit:
+        raise ValueError("grad_output_buffer and wgrad_deferral_limit (deferred embedding gradients) are not supported yet; leave them out")
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    alone = get_pg_size(group) == 1
+    return _Linear.apply(
+        input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad and not alone, sequence_parallel and not alone, group
+    )
+
+
+def _refuse_expert(is_expert: bool, layer: str) -> None:
+    if is_expert:
+        raise ValueError(f"{layer}: is_expert is not supported yet; expert layers come with mixture of experts")
+
+
+class ColumnParallelLinear(torch.nn.Module):
+    """y = x A^T + b with the rows of A (the outputs) split over the ranks.
+
+    forward: [s, b, input_size] (tokens split under sequence parallelism) -> ([s, b, output_size / tp], bias or None); the bias is returned
+    instead of added when `skip_bias_add`. `stride`: the outputs are that many equal segments, each split by itself;
+    `segments` (ours) names and sizes them instead. `disable_grad_reduce`: the caller sums the input's gradient.
+    `logical_size` (ours): outputs beyond it are padding. `shared_with` (ours): the checkpoint key of the tied weight.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Callable,
+        bias: bool = True,
+        gather_output: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        embedding_activation_buffer: list | None = None,
+        grad_output_buffer: list | None = None,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        disable_grad_reduce: bool = False,
+        tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        segments: tuple[tuple[str, int], ...] | None = None,
+        logical_size: int | None = None,
+        shared_with: str | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse_expert(is_expert, "ColumnParallelLinear")
+        self.input_size, self.output_size = input_size, output_size
+        self.config, self.gather_output, self.skip_bias_add = config, gather_output, skip_bias_add
+        self.tp_group = resolve_tp_group(tp_group, pg_collection)
+        rank, size = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
+        self.output_size_per_partition = divide(output_size, size)
+        self.sequence_parallel = config.sequence_parallel and size > 1
+        self.allreduce_dgrad = size > 1 and not self.sequence_parallel and not disable_grad_reduce
+        if self.sequence_parallel and gather_output:
+            raise ValueError("ColumnParallelLinear: gather_output cannot be used with sequence_parallel; turn one off")
+        names = segments or tuple((f"rows{index}", divide(output_size, stride)) for index in range(stride))
+        rows = tuple(Segment(segment, length, "tp") for segment, length in names)
+        self.weight: Any = None
+        if not skip_weight_param_allocation:
+            sharding = ParamSharding((output_size, input_size), 0, rows, logical_size, shared_with=shared_with)
+            self.weight = empty_parameter(sharding, config, size)
+            declare(self.weight, sharding, init_method, tp_rank=rank, tp_size=size)
+        if bias:
+            sharding = ParamSharding((output_size,), 0, rows, logical_size)
+            self.bias = empty_parameter(sharding, config, size)
+            declare(self.bias, sharding, torch.nn.init.zeros_, tp_rank=rank, tp_size=size)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`weight`: used in the place of the layer's own (tied embeddings). `runtime_gather_output` overrides gather_output."""
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise ValueError("ColumnParallelLinear was built with skip_weight_param_allocation: pass forward a weight")
+        if tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
+            raise ValueError(f"weight of shape {tuple(weight.shape)} given, expected {(self.output_size_per_partition, self.input_size)}")
+        output = linear_with_grad_accumulation_and_async_allreduce(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            self.config.gradient_accumulation_fusion,
+            self.allreduce_dgrad,
+            self.sequence_parallel,
+            tp_group=self.tp_group,
+        )
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size} -> {self.output_size} (columns split), bias {self.bias is not None}"
+
+
+class RowParallelLinear(torch.nn.Module):
+    """y = x A^T + b with the columns of A (the inputs) split over the ranks.
+
+    forward: [s, b, input_size / tp] (or whole, when not `input_is_parallel`) -> ([s, b, output_size], bias or None), summed over the ranks,
+    and split by tokens under sequence parallelism. The bias is returned instead of added when `skip_bias_add`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Callable,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse_expert(is_expert, "RowParallelLinear")
+        self.input_size, self.output_size = input_size, output_size
+        self.config, self.input_is_parallel, self.skip_bias_add = config, input_is_parallel, skip_bias_add
+        self.tp_group = resolve_tp_group(tp_group, pg_collection)
+        rank, size = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
+        self.input_size_per_partition = divide(input_size, size)
+        self.sequence_parallel = config.sequence_parallel and size > 1
+        if self.sequence_parallel and not input_is_parallel:
+            raise ValueError("RowParallelLinear: sequence_parallel needs input_is_parallel")
+        rows = tuple(Segment(f"columns{index}", divide(input_size, stride), "tp") for index in range(stride))
+        sharding = ParamSharding((output_size, input_size), 1, rows)
+        self.weight = empty_parameter(sharding, config, size)
+        declare(self.weight, sharding, init_method, tp_rank=rank, tp_size=size)
+        if bias:
+            # Added after the sum, so every rank has all of it; under sequence parallelism each sees the gradient of its own tokens alone.
+            sharding = replicated((output_size,), grad_partial=("tp",) if self.sequence_parallel else ())
+            self.bias = empty_parameter(sharding, config, size)
+            declare(self.bias, sharding, torch.nn.init.zeros_, tp_rank=rank, tp_size=size)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        bias = None if self.skip_bias_add else self.bias
+        alone = get_pg_size(self.tp_group) == 1
+        output = linear_with_grad_accumulation_and_async_allreduce(
+            input_, self.weight, bias if alone else None, self.config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
+        )
+        if not alone:
+            reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+            output = reduce(output, group=self.tp_group)
+            output = output if bias is None else output + bias
+        return output, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size} -> {self.output_size} (inputs split), bias {self.bias is not None}"
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """A table [num_embeddings, embedding_dim] whose rows are split over the ranks.
+
+    forward: ids of any shape -> ids.shape + [embedding_dim]; with `reduce_scatter_embeddings` ids are [s, b] and each rank gets its tokens.
+    On a CPU an id outside of the table raises ValueError (a GPU cannot check without waiting).
+    `logical_size` (ours): rows beyond it are padding.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: Callable,
+        reduce_scatter_embeddings: bool = False,
+        config: ModelParallelConfig,
+        tp_group: Group = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        logical_size: int | None = None,
+        shared_with: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.tp_group = resolve_tp_group(tp_group, pg_collection)
+        rank, size = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
+        self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_global_vocab_size(num_embeddings, rank, size)
+        rows = (Segment("vocabulary", num_embeddings, "tp"),)
+        sharding = ParamSharding((num_embeddings, embedding_dim), 0, rows, logical_size, shared_with=shared_with)
+        self.weight = empty_parameter(sharding, config, size)
+        declare(self.weight, sharding, init_method, tp_rank=rank, tp_size=size)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        if input_.device.type == "cpu" and input_.numel() and not 0 <= int(input_.min()) <= int(input_.max()) < self.num_embeddings:
+            raise ValueError(
+                f"token ids from {int(input_.min())} to {int(input_.max())} in a batch, but the model's vocabulary is 0 to "
+                f"{self.num_embeddings - 1}; use the tokenizer that the data was made with, or a larger vocabulary"
+            )
+        if get_pg_size(self.tp_group) == 1:
+            return F.embedding(input_, self.weight)
+        outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        embedded = F.embedding((input_ - self.vocab_start_index).masked_fill(outside, 0), self.weight)
+        embedded = embedded.masked_fill(outside.unsqueeze(-1), 0.0)
+        reduce = reduce_scatter_to_sequence_parallel_region if self.reduce_scatter_embeddings else reduce_from_tensor_model_parallel_region
+        return reduce(embedded, group=self.tp_group)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} x {self.embedding_dim} (rows split)"
+
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "copy_to_tensor_model_parallel_region",
+    "linear_with_grad_accumulation_and_async_allreduce",
+]

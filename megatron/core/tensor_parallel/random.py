@@ -1,0 +1,156 @@
+"""Named random states, on GPU and CPU alike, and activation checkpointing that replays them.
+
+The default state is the same on all tensor-parallel ranks (dropout on activations that each of them holds whole); the state
+"model-parallel-rng" differs by tensor-parallel rank (dropout on what is split: heads, tokens under sequence parallelism).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron.core import device
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+_EXPERT_PARALLEL_RNG_TRACKER_NAME = "expert-parallel-rng"
+_DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
+
+
+class CudaRNGStatesTracker:
+    """Random states of the device by name; `fork(name)` runs on one of them."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def is_initialized(self) -> bool:
+        return bool(self.states_)
+
+    def reset(self) -> None:
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """A new state, seeded. Raises ValueError when the name or the seed is already there."""
+        if name in self.states_ or seed in self.seeds_:
+            raise ValueError(
+                f"random state {name!r}, seed {seed}: both must be new; there are {sorted(self.states_)} with {sorted(self.seeds_)}"
+            )
+        self.seeds_.add(seed)
+        before = device.get_rng_state()
+        cpu_before = torch.get_rng_state()
+        device.manual_seed(seed)
+        self.states_[name] = device.get_rng_state()
+        torch.set_rng_state(cpu_before)
+        device.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        """Draw from the state `name` inside, then go back to the state before. Raises ValueError for an unknown name."""
+        if name not in self.states_:
+            raise ValueError(f"random state {name!r} does not exist; call model_parallel_cuda_manual_seed(seed) first")
+        before = device.get_rng_state()
+        device.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = device.get_rng_state()
+            device.set_rng_state(before)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> CudaRNGStatesTracker:
+    """The tracker of this process. It also serves a CPU."""
+    _refuse_other_trackers(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    return _tracker
+
+
+def _refuse_other_trackers(te: bool, inference: bool, cudagraphable: bool) -> None:
+    for name, value in (("te_rng_tracker", te), ("inference_rng_tracker", inference), ("use_cudagraphable_rng", cudagraphable)):
+        if value:
+            raise ValueError(f"{name} is not supported yet; leave it off")
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """Seed the default state with `seed` and the named states with offsets of it by rank (Megatron's offsets).
+
+    Ranks left None come from `parallel_state`. Data-parallel replicas get the same states: add to `seed` where they should differ.
+    """
+    from megatron.core import parallel_state
+
+    _refuse_other_trackers(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
+    ep_rank = parallel_state.get_expert_model_parallel_rank() if ep_rank is None else ep_rank
+    etp_rank = parallel_state.get_expert_tensor_parallel_rank() if etp_rank is None else etp_rank
+    _tracker.reset()
+    device.manual_seed(seed)
+    _tracker.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
+    _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tp_rank)
+    _tracker.add(_EXPERT_PARALLEL_RNG_TRACKER_NAME, seed + 1024 + 100 * ep_rank + etp_rank)
+
+
+def _all_states() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    return torch.get_rng_state(), device.get_rng_state(), _tracker.get_states()
+
+
+def _set_all_states(states: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    torch.set_rng_state(states[0])
+    device.set_rng_state(states[1])
+    _tracker.set_states(states[2])
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable, *args: Any) -> Any:
+        ctx.function, ctx.states = function, _all_states()
+        ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
+        ctx.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+        with torch.no_grad():
+            return function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        saved = iter(ctx.saved_tensors)
+        args = [next(saved).detach() if tensor else other for tensor, other in zip(ctx.is_tensor, ctx.others)]
+        for arg, needed in zip(args, ctx.needs_input_grad[1:]):
+            if needed:
+                arg.requires_grad_()
+        now = _all_states()
+        _set_all_states(ctx.states)
+        with torch.enable_grad():
+            outputs = ctx.function(*args)
+        _set_all_states(now)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        pairs = [(out, grad) for out, grad in zip(outputs, grads) if isinstance(out, torch.Tensor) and out.requires_grad]
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        return (None, *(arg.grad if isinstance(arg, torch.Tensor) else None for arg in args))
+
+
+def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
+    """`function(*args)` without keeping its activations: the backward runs it again, on the random states of the first time.
+
+    Positional tensors get gradients; `distribute_saved_activations` is not supported yet (ValueError).
+    """
+    if distribute_saved_activations:
+        raise ValueError("distribute_saved_activations is not supported yet; leave it off")
+    return _Checkpoint.apply(function, *args)

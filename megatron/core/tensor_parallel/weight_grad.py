@@ -1,0 +1,48 @@
+"""Weight gradients that go straight into the gradient buffer.
+
+A parameter of a model in training carries `main_grad` (a view into the buffer), `main_grad_filled` and, where the buffer wants to know,
+`grad_ready`. The first contribution of a step overwrites main_grad, later ones (micro batches, tied weights) add to it.
+"""
+
+from typing import Any
+
+import torch
+
+
+def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tensor) -> None:
+    """main_grad (+)= grad_output^T @ inputs. grad_output: [tokens, out], inputs: [tokens, in], of one dtype; main_grad: [out, in].
+
+    One matrix product where the device accumulates into main_grad's dtype, else the plain product followed by a sum.
+    """
+    main_grad: torch.Tensor = weight.main_grad
+    left = grad_output.t()
+    if main_grad.dtype == left.dtype:
+        if weight.main_grad_filled:
+            main_grad.addmm_(left, inputs)
+        else:
+            torch.mm(left, inputs, out=main_grad)
+        _mark_written(weight)
+    elif main_grad.is_cuda and main_grad.dtype is torch.float32:
+        if weight.main_grad_filled:
+            torch.ops.aten.addmm.dtype_out(main_grad, left, inputs, main_grad.dtype, out=main_grad)
+        else:
+            torch.ops.aten.mm.dtype_out(left, inputs, main_grad.dtype, out=main_grad)
+        _mark_written(weight)
+    else:
+        add_to_main_grad(weight, torch.mm(left, inputs))
+
+
+def add_to_main_grad(param: Any, grad: torch.Tensor) -> None:
+    """main_grad (+)= grad, in main_grad's dtype; then say that it is there."""
+    if param.main_grad_filled:
+        param.main_grad.add_(grad)
+    else:
+        param.main_grad.copy_(grad)
+    _mark_written(param)
+
+
+def _mark_written(param: Any) -> None:
+    param.main_grad_filled = True
+    ready = getattr(param, "grad_ready", None)
+    if ready is not None:
+        ready()

@@ -1,0 +1,158 @@
+"""The shape and arithmetic of a transformer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
+from megatron.core.transformer.enums import AttnBackend
+
+ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "silu": F.silu, "squared_relu": squared_relu, "relu": F.relu}
+
+
+@dataclass
+class TransformerConfig(ModelParallelConfig):
+    """Names and defaults are Megatron's. Sizes are those of the whole model, before any split.
+
+    Raises ValueError with every problem at once.
+    """
+
+    # Shape. None: derived (ffn_hidden_size 4 * hidden_size, kv_channels hidden_size / heads, num_query_groups = heads).
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+    num_query_groups: int | None = None
+    ffn_hidden_size: int | None = None
+    kv_channels: int | None = None
+
+    # Parts.
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    gated_linear_unit: bool = False
+    activation_func: Callable = F.gelu
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    qk_layernorm: bool = False
+    rotary_interleaved: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    window_size: tuple[int, int] | None = None
+    softmax_scale: float | None = None
+
+    # Initial weights. None: normal(0, init_method_std); output layers normal(0, init_method_std / sqrt(2 num_layers)).
+    init_method: Callable | None = None
+    output_layer_init_method: Callable | None = None
+    init_method_std: float = 0.02
+    embedding_init_method: Callable | None = None
+    embedding_init_method_std: float | None = None
+
+    # Arithmetic.
+    apply_query_key_layer_scaling: bool = False
+    attention_softmax_in_fp32: bool = True
+    fp32_residual_connection: bool = False
+
+    # Fast paths; each has a plain twin. With bias_activation_fusion GELU is its tanh approximation, as in Megatron.
+    bias_activation_fusion: bool = False
+    bias_dropout_fusion: bool = False
+    masked_softmax_fusion: bool = False
+    apply_rope_fusion: bool = False
+    memory_efficient_layer_norm: bool = False
+    persist_layer_norm: bool = False
+    attention_backend: AttnBackend = AttnBackend.auto
+    transformer_impl: str = "local"
+
+    # Recompute.
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: list[str] | None = None
+    distribute_saved_activations: bool = False
+
+    # Pipeline split.
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+    # Loss. The two sizes are ours; None: the whole table. logical_vocab_size: rows beyond it are no tokens (they start at 0, do not count
+    # as parameters). softmax_vocab_size: rows beyond it, padding for the tensor split alone, never enter the softmax.
+    calculate_per_token_loss: bool = False
+    logical_vocab_size: int | None = None
+    softmax_vocab_size: int | None = None
+
+    # Not built yet: refused by name.
+    num_moe_experts: int | None = None
+    multi_latent_attention: bool = False
+    mtp_num_layers: int | None = None
+    fp8: str | None = None
+    cuda_graph_impl: str = "none"
+    cpu_offloading: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        if self.kv_channels is None and self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+        if self.apply_query_key_layer_scaling:
+            self.attention_softmax_in_fp32 = True
+        if self.init_method is None:
+            self.init_method = init_method_normal(self.init_method_std)
+        if self.output_layer_init_method is None:
+            self.output_layer_init_method = scaled_init_method_normal(self.init_method_std, max(self.num_layers, 1))
+        if self.embedding_init_method is None:
+            std = self.embedding_init_method_std
+            self.embedding_init_method = self.init_method if std is None else init_method_normal(std)
+        super().__post_init__()
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        sizes = ("num_layers", "hidden_size", "num_attention_heads")
+        small = [f"{name} {getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
+        if small:
+            return found + small
+        heads, groups, tp = self.num_attention_heads, self.num_query_groups, self.tensor_model_parallel_size
+        if self.kv_channels is None:
+            found.append(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {heads}; give kv_channels, or a hidden size of "
+                f"{-(-self.hidden_size // heads) * heads}"
+            )
+        if not groups or heads % groups:
+            found.append(f"num_attention_heads {heads} is not divisible by num_query_groups {groups}; use a divisor of {heads}")
+        elif groups % tp:
+            found.append(f"num_query_groups {groups} is not divisible by tensor_model_parallel_size {tp}; each rank needs whole groups")
+        if self.ffn_hidden_size and self.ffn_hidden_size % tp:
+            found.append(f"ffn_hidden_size {self.ffn_hidden_size} is not divisible by tensor_model_parallel_size {tp}")
+        found += [
+            f"{name} {getattr(self, name)} must be in [0, 1)"
+            for name in ("hidden_dropout", "attention_dropout")
+            if not 0 <= getattr(self, name) < 1
+        ]
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            found.append(f"normalization {self.normalization!r} must be 'LayerNorm' or 'RMSNorm'")
+        if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
+            found.append("softmax_scale must not be 0")
+        return found
+
+    def _not_supported(self) -> list[str]:
+        checks: dict[str, Any] = {
+            "recompute_granularity": self.recompute_granularity,
+            "recompute_modules": self.recompute_modules,
+            "distribute_saved_activations": self.distribute_saved_activations,
+            "fp32_residual_connection": self.fp32_residual_connection,
+            "window_size": self.window_size,
+            "num_moe_experts": self.num_moe_experts,
+            "multi_latent_attention": self.multi_latent_attention,
+            "mtp_num_layers": self.mtp_num_layers,
+            "fp8": self.fp8,
+            "cuda_graph_impl": self.cuda_graph_impl not in ("none", None),
+            "cpu_offloading": self.cpu_offloading,
+        }
+        return super()._not_supported() + [name for name, used in checks.items() if used]

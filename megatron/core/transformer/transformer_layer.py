@@ -1,0 +1,149 @@
+"""One transformer layer from its parts, and which layers a pipeline stage holds."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank
+
+
+def layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | None = None) -> range:
+    """The layers, counted over the whole model from 0, of one stage (its chunk `vp_stage`).
+
+    Interleaved chunks go round the stages: chunk 0 of every stage, then chunk 1, ...
+    Raises ValueError when the layers do not divide.
+    """
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    slots = stages * chunks
+    counts: list[int | None] = [None] * slots
+    if (first is not None or last is not None) and chunks > 1:
+        raise ValueError("num_layers_in_first_pipeline_stage and ..last.. with virtual stages are not supported yet; use one chunk a stage")
+    if slots > 1:
+        counts[0], counts[-1] = first, last
+    extra_first = config.account_for_embedding_in_pipeline_split and counts[0] is None
+    extra_last = config.account_for_loss_in_pipeline_split and counts[-1] is None
+    open_slots = counts.count(None)
+    remaining = config.num_layers - sum(count or 0 for count in counts) + extra_first + extra_last
+    if remaining < 0 or (open_slots == 0 and remaining) or (open_slots and remaining % open_slots):
+        raise ValueError(
+            f"{config.num_layers} layers do not divide over {slots} stages (pipeline_model_parallel_size {stages} x {chunks} chunks: "
+            f"{remaining} layers left for {open_slots}); choose a multiple, or give num_layers_in_first_pipeline_stage or "
+            "num_layers_in_last_pipeline_stage"
+        )
+    sizes = [remaining // open_slots if count is None else count for count in counts]
+    sizes[0] -= extra_first
+    sizes[-1] -= extra_last
+    slot = (vp_stage or 0) * stages + pp_rank
+    return range(sum(sizes[:slot]), sum(sizes[: slot + 1]))
+
+
+def get_transformer_layer_offset(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """Number of layers before this stage (its chunk `vp_stage`)."""
+    return layers_of_stage(config, _pp_rank(pp_rank), vp_stage).start
+
+
+def _pp_rank(pp_rank: int | None) -> int:
+    if pp_rank is not None:
+        return pp_rank
+    return get_pg_rank(default_pg_collection(None).pp)
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    """The parts of a layer. sharded_state_dict_keys_map: prefix of a parameter's name in the layer -> prefix of its checkpoint key."""
+
+    input_layernorm: Any = IdentityOp
+    self_attention: Any = IdentityOp
+    self_attn_bda: Any = IdentityFuncOp
+    pre_cross_attn_layernorm: Any = IdentityOp
+    cross_attention: Any = IdentityOp
+    cross_attn_bda: Any = IdentityFuncOp
+    pre_mlp_layernorm: Any = IdentityOp
+    mlp: Any = IdentityOp
+    mlp_bda: Any = IdentityFuncOp
+    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+
+
+class TransformerLayer(MegatronModule):
+    """norm, attention, residual; norm, MLP, residual. forward: [s, b, h] -> ([s, b, h], context as given).
+
+    `layer_number` counts this chunk's layers from 1; with `add_layer_offset` self.layer_number counts the whole model's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        is_mtp_layer: bool = False,
+        add_layer_offset: bool = True,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.submodules_config = submodules
+        self.sharded_state_dict_keys_map = submodules.sharded_state_dict_keys_map
+        self.pg_collection = groups = default_pg_collection(pg_collection)
+        if add_layer_offset:
+            offset = get_transformer_layer_offset(config, vp_stage, get_pg_rank(groups.pp)) if pp_layer_offset is None else pp_layer_offset
+            layer_number += offset
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        for part in (submodules.cross_attention, submodules.pre_cross_attn_layernorm):
+            if part is not IdentityOp:
+                raise ValueError("TransformerLayer: cross attention is not supported; leave its submodules at IdentityOp")
+
+        norm_arguments = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.input_layernorm = build_module(submodules.input_layernorm, **norm_arguments)
+        self.self_attention = build_module(submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups)
+        self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_arguments)
+        self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
+        self.mlp_bda = build_module(submodules.mlp_bda)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        attention_bias: torch.Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        normed = self.input_layernorm(hidden_states)
+        attention = self.self_attention(
+            normed,
+            attention_mask=attention_mask,
+            inference_context=inference_context,
+            rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+        )
+        hidden_states = self._join(self.self_attn_bda, attention, normed, hidden_states)
+        normed = self.pre_mlp_layernorm(hidden_states)
+        return self._join(self.mlp_bda, self.mlp(normed), normed, hidden_states), context
+
+    def _join(self, bda: Any, output_and_bias: Any, normed: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        residual = normed if self.config.apply_residual_connection_post_layernorm else hidden_states
+        with dropout_state(self.config, self.hidden_dropout if self.training else 0.0):
+            return bda(self.training, self.config.bias_dropout_fusion)(output_and_bias, residual, self.hidden_dropout)
+
+
+def dropout_state(config: TransformerConfig, dropout: float) -> AbstractContextManager:
+    """The random state for dropout on the residual stream: each rank its own where it holds its own tokens (sequence parallelism)."""
+    return get_cuda_rng_tracker().fork() if config.sequence_parallel and dropout else nullcontext()

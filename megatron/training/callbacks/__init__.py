@@ -1,0 +1,27 @@
+"""What a run does besides training: log, evaluate, save, stop. Each attaches at phase boundaries (see `base`)."""
+
+from .base import Callback
+from .checkpoint import SaveCheckpoints
+from .evaluate import Evaluate
+from .exit import ExitConditions
+from .housekeeping import GarbageCollection, Profile
+from .interval_log import IntervalLog, LogSink
+from .plot import PlotCurves
+from .sinks import ConsoleSink, MetricsFileSink, ProgressLine, TensorBoardSink, WandbSink
+
+__all__ = [
+    "Callback",
+    "ConsoleSink",
+    "Evaluate",
+    "ExitConditions",
+    "GarbageCollection",
+    "IntervalLog",
+    "LogSink",
+    "MetricsFileSink",
+    "PlotCurves",
+    "Profile",
+    "ProgressLine",
+    "SaveCheckpoints",
+    "TensorBoardSink",
+    "WandbSink",
+]

@@ -1,0 +1,78 @@
+"""Saving during training."""
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+
+from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.interval_log import IntervalLog
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.train_step import StepRecord, TrainingRun
+from megatron.training.training_log import is_last_rank
+
+PROGRESS_FILE = "progress.txt"
+
+
+class SaveCheckpoints(Callback):
+    """Every `interval` iterations, when the run stops early, and at the end."""
+
+    def __init__(
+        self,
+        save: str,
+        args: argparse.Namespace,
+        *,
+        interval: int | None,
+        with_optimizer: bool,
+        with_rng: bool,
+        log: IntervalLog,
+        keep_progress: bool = False,
+    ) -> None:
+        self.save = save
+        self.args = args  # stored in the checkpoint, not read
+        self.interval = interval
+        self.with_optimizer = with_optimizer
+        self.with_rng = with_rng
+        self.log = log
+        self.keep_progress = keep_progress
+        self.saved_iteration: int | None = None
+
+    def on_train_start(self, run: TrainingRun) -> None:
+        self.saved_iteration = run.state.iteration  # what was just loaded, or nothing to save yet
+        self._note(run, "started")
+
+    def on_step_end(self, run: TrainingRun, record: StepRecord) -> None:
+        if run.stop_reason or (self.interval and record.iteration % self.interval == 0):
+            self._save(run)
+
+    def on_train_end(self, run: TrainingRun) -> None:
+        self._save(run)
+
+    def _save(self, run: TrainingRun) -> None:
+        if self.saved_iteration == run.state.iteration:
+            return
+        self.log.pause()
+        save_checkpoint(
+            self.save,
+            self.args,
+            run.state,
+            run.model,
+            run.optimizer if self.with_optimizer else None,
+            run.scheduler if self.with_optimizer else None,
+            save_rng=self.with_rng,
+        )
+        self.saved_iteration = run.state.iteration
+        self._note(run, "saved a checkpoint")
+        self.log.resume()
+
+    def _note(self, run: TrainingRun, event: str) -> None:
+        """--log-progress: a line in progress.txt."""
+        if not self.keep_progress or not is_last_rank():
+            return
+        state = run.state
+        tokens = state.consumed_train_samples * run.seq_length
+        Path(self.save).mkdir(parents=True, exist_ok=True)
+        with open(Path(self.save) / PROGRESS_FILE, "a") as file:
+            file.write(
+                f"{datetime.now():%Y-%m-%d %H:%M:%S} | {event} | iteration {state.iteration} of {run.train_iters} | samples "
+                f"{state.consumed_train_samples} | tokens {tokens} | model FLOPs {state.num_floating_point_operations_so_far:.4E}\n"
+            )

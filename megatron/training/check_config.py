@@ -1,0 +1,121 @@
+"""--check-config: what a command line would do, without doing it. No torch, no process group."""
+
+import argparse
+import dataclasses
+import math
+
+from megatron.training.config import SECTIONS, checks
+
+GIB = 2**30
+
+
+def padded_vocab_size(args: argparse.Namespace) -> int | None:
+    """Rows of the embedding, None where only the tokenizer's file would tell."""
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    if args.vocab_size is None:
+        return None
+    tokens = args.vocab_size + args.vocab_extra_ids
+    if args.tokenizer_type == "NullTokenizer" and (args.null_tokenizer_eod_id is None or args.null_tokenizer_eod_id == args.vocab_size):
+        tokens += 1  # its end of document
+    unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return math.ceil(tokens / unit) * unit
+
+
+def layer_parameters(args: argparse.Namespace) -> int:
+    """Parameters of one Transformer layer: attention, MLP, norms."""
+    hidden, ffn, head = args.hidden_size, args.ffn_hidden_size, args.kv_channels
+    query = args.num_attention_heads * head
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    qkv = query + 2 * groups * head
+    in_ffn = ffn * (2 if args.swiglu or args.quick_geglu else 1)
+    norm = hidden * (1 if args.normalization == "RMSNorm" else 2)
+    count = hidden * qkv + query * hidden + hidden * in_ffn + ffn * hidden + 2 * norm
+    if args.add_bias_linear:
+        count += qkv + hidden + in_ffn + hidden
+    elif args.add_qkv_bias:
+        count += qkv
+    if args.qk_layernorm:
+        count += 2 * head * (1 if args.normalization == "RMSNorm" else 2)
+    return count
+
+
+def embedding_parameters(args: argparse.Namespace) -> int | None:
+    """Parameters of embedding, learned positions, final norm and untied head."""
+    vocab = padded_vocab_size(args)
+    if vocab is None:
+        return None
+    count = vocab * args.hidden_size * (2 if args.untie_embeddings_and_output_weights else 1)
+    if args.position_embedding_type == "learned_absolute":
+        count += args.max_position_embeddings * args.hidden_size
+    return count + args.hidden_size * (1 if args.normalization == "RMSNorm" else 2)
+
+
+def state_bytes_per_parameter(args: argparse.Namespace) -> int:
+    """Bytes of weights, gradients and optimizer state, every rank holding all of them."""
+    half = args.bf16 or args.fp16
+    weights = 2 + 4 if half else 4
+    gradients = 4 if args.accumulate_allreduce_grads_in_fp32 or not half else 2
+    moments = 8 if args.optimizer == "adam" else 4 if args.sgd_momentum else 0
+    return weights + gradients + moments
+
+
+def activation_bytes(args: argparse.Namespace) -> int:
+    """A rough count of what the forward pass of one micro batch keeps: of each layer's linears and norms the inputs, and the logits."""
+    tokens = args.micro_batch_size * args.seq_length
+    width = 2 if args.bf16 or args.fp16 else 4
+    head = args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    gate = 3 if args.swiglu or args.quick_geglu else 2
+    per_layer = 4 * args.hidden_size + 2 * (args.num_attention_heads + groups) * head + gate * args.ffn_hidden_size
+    logits = (padded_vocab_size(args) or 0) * (width + 4)
+    return tokens * (width * per_layer * args.num_layers + logits)
+
+
+def report(args: argparse.Namespace) -> str:
+    """The resolved configuration as text: every value that is not a plain default with where it came from, then the arithmetic."""
+    lines = ["configuration (values that are not defaults):"]
+    for section in SECTIONS:
+        rows = [f.name for f in dataclasses.fields(section) if f.name in args.provenance]
+        if rows:
+            lines.append(f"  {(section.__doc__ or '').splitlines()[0]}")
+            lines += [f"    {dest:<42} {checks.text_of(getattr(args, dest)):<28} {args.provenance[dest]}" for dest in rows]
+    return "\n".join(lines + _batch_lines(args) + _model_lines(args) + ["the command line is valid"])
+
+
+def _batch_lines(args: argparse.Namespace) -> list[str]:
+    unit = args.micro_batch_size * args.data_parallel_size
+    lines = [
+        f"processes: {args.world_size} = tensor {args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} "
+        f"x context {args.context_parallel_size} x data {args.data_parallel_size}",
+        f"batch: micro {args.micro_batch_size} x data-parallel {args.data_parallel_size} x {args.global_batch_size // unit} micro batches "
+        f"= {args.global_batch_size} samples" + (f" = {args.global_batch_size * args.seq_length} tokens a step" if args.seq_length else ""),
+    ]
+    if args.rampup_batch_size is not None:
+        start, step, samples = args.rampup_batch_size
+        lines.append(f"ramp-up: from {start} by {step} over {samples} samples")
+    samples = args.train_samples or (args.train_iters or 0) * args.global_batch_size
+    if samples and args.seq_length:
+        lines.append(f"training: {samples} samples = {samples * args.seq_length} tokens")
+    schedule = {name: value for name, value in checks.schedule_lengths(args).items() if value is not None}
+    lines.append("learning rate, in samples: " + ", ".join(f"{name} {value:g}" for name, value in schedule.items()))
+    return lines
+
+
+def _model_lines(args: argparse.Namespace) -> list[str]:
+    if any(getattr(args, dest) is None for dest in ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "seq_length")):
+        return ["model: as in the checkpoint"]
+    layer = layer_parameters(args)
+    lines = [f"layers: {args.num_layers} of {layer} parameters"]
+    rest = embedding_parameters(args)
+    if rest is None:
+        return [*lines, f"parameters: {args.num_layers * layer} + embeddings (their size is the tokenizer's)"]
+    total = args.num_layers * layer + rest
+    state, activations = total * state_bytes_per_parameter(args), activation_bytes(args)
+    return [
+        *lines,
+        f"vocabulary: {padded_vocab_size(args)} rows; embeddings, final norm and head: {rest} parameters",
+        f"parameters: {total}",
+        f"memory of a process, roughly: {state / GIB:.2f} GiB of weights, gradients and optimizer state "
+        f"+ {activations / GIB:.2f} GiB of activations of one micro batch",
+    ]

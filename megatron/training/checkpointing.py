@@ -1,0 +1,404 @@
+"""Checkpoints of a run: what is in one, where it stands, when it is complete.
+
+On disk (a contract, Megatron-LM's): `<save>/iter_%07d/` in torch_dist format and `<save>/latest_checkpointed_iteration.txt`, which holds
+the iteration as text. A checkpoint is written under another name and renamed when all ranks are done; the tracker follows last, so it only
+ever names a complete one.
+"""
+
+import argparse
+import errno
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import device, dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
+from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.utils import sharded_tensor_of
+from megatron.core.utils import unwrap_model
+from megatron.training.argument_utils import all_fields
+from megatron.training.config.checks import name_of
+from megatron.training.config.fields import ARCHITECTURE
+from megatron.training.phase import phase
+from megatron.training.train_step import TrainState
+from megatron.training.training_log import print_rank_0
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CHECKPOINT_VERSION = 3.0
+UNFINISHED = ".unfinished"  # suffix of a folder that is being written
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    return os.path.join(checkpoints_path, TRACKER)
+
+
+def get_checkpoint_name(checkpoints_path: str, iteration: int, release: bool = False, return_base_dir: bool = True, **_: Any) -> str:
+    """The folder of one checkpoint."""
+    return os.path.join(checkpoints_path, "release" if release else f"iter_{iteration:07d}")
+
+
+def read_metadata(tracker_filename: str) -> tuple[int, bool]:
+    """(iteration, is it a `release`) of a tracker file. Raises CheckpointError when it holds neither."""
+    text = Path(tracker_filename).read_text().strip()
+    if text == "release":
+        return 0, True
+    if not text.isdigit():
+        raise CheckpointError(f"{tracker_filename} holds {text[:40]!r}: it must be an iteration number or `release`")
+    return int(text), False
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + UNFINISHED)
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def prepare_folder(save: str) -> None:
+    """Make the folder for checkpoints now: one that cannot be made or written to is no news for the first save, hours later."""
+    failure: OSError | None = None
+    if _rank() == 0:
+        try:
+            Path(save).mkdir(parents=True, exist_ok=True)
+            if not os.access(save, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "--save folder cannot be written to", save)
+        except OSError as error:
+            failure = error
+    _agree(failure)
+
+
+# --- what is in a checkpoint ---
+
+
+def rng_state() -> dict[str, Any]:
+    """Every generator's state, as Megatron-LM names them."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": device.get_rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> bool:
+    """Restore every generator; False when the states are another kind of device's (a GPU's on a CPU) and were left as they are."""
+    version, internal, gauss = state["random_rng_state"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    if state["cuda_rng_state"].numel() != device.get_rng_state().numel():
+        return False
+    device.set_rng_state(state["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+    return True
+
+
+def _rng_object(data: Any) -> ShardedObject:
+    """One entry per (pipeline, tensor) rank; data-parallel ranks have the same."""
+    sizes = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
+    ranks = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+    return ShardedObject("rng_state", data, sizes, ranks, replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def _replica() -> int:
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+
+def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
+    """The model's shards, under `model` as Megatron-LM has them."""
+    return {"model": unwrap_model(model[0]).sharded_state_dict()}
+
+
+def optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """The optimizer's shards: `optimizer.state.<name>.<model key>` in the model's global shapes."""
+    shards = {}
+    for record, tensors in optimizer.model_sharded_state("plain"):
+        for name, tensor in tensors.items():
+            shards[f"{name}.{record.name}"] = sharded_tensor_of(record, tensor, prefix=f"optimizer.state.{name}.")
+    return shards
+
+
+def save_checkpoint(
+    save: str,
+    args: argparse.Namespace,
+    state: TrainState,
+    model: list[torch.nn.Module],
+    optimizer: Any | None,
+    opt_param_scheduler: Any | None,
+    *,
+    save_rng: bool = True,
+) -> Path:
+    """Write the checkpoint of `state.iteration` under `save`; return its folder. Every rank calls it.
+
+    Raises OSError as the file system does (a full disk); the checkpoints that are there stay as they are.
+    """
+    with phase("saving a checkpoint", state.iteration):
+        started = device.Stopwatch()
+        final = Path(get_checkpoint_name(save, state.iteration))
+        unfinished = final.with_name(final.name + UNFINISHED)
+        failure: OSError | None = None
+        if _rank() == 0:
+            try:
+                final.parent.mkdir(parents=True, exist_ok=True)
+                for leftover in final.parent.glob(f"iter_*{UNFINISHED}"):  # of a run that was killed while it saved
+                    shutil.rmtree(leftover, ignore_errors=True)
+                unfinished.mkdir()
+            except OSError as error:
+                failure = error
+        _agree(failure)
+        contents: dict[str, Any] = {
+            "args": plain_namespace({**vars(args), **_position(state)}),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": state.iteration,
+            "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
+            **model_state(model),
+        }
+        if optimizer is not None:
+            contents["optimizer"] = {**optimizer.common_state_dict(), "shards": optimizer_state(optimizer)}
+        if opt_param_scheduler is not None:
+            contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+        if save_rng:
+            contents["rng_state"] = _rng_object([rng_state()])
+        dist_checkpointing.save(
+            contents, unfinished, content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        )
+        if _rank() == 0:
+            try:
+                _publish(unfinished, final)
+            except OSError as error:
+                failure = error
+        _agree(failure)
+        seconds = started.elapsed()
+        saved = f"successfully saved checkpoint from iteration {state.iteration:7d} to {save}"
+        print_rank_0(f"  [{datetime.now()}] {saved} [ {seconds:.1f} s ]")
+    return final
+
+
+def _position(state: TrainState) -> dict[str, Any]:
+    """The run's position under the names that Megatron-LM keeps in `args`."""
+    return {name: value for name, value in asdict(state).items() if name != "num_floating_point_operations_so_far"}
+
+
+def _agree(failure: OSError | None) -> None:
+    """Raise on every rank what failed on rank 0, so that none waits for it."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        box = [failure]
+        dist.broadcast_object_list(box, src=0)
+        failure = box[0]
+    if failure is not None:
+        raise failure
+
+
+def _publish(unfinished: Path, final: Path) -> None:
+    """Give a complete checkpoint its name, then point the tracker at it."""
+    replaced = None
+    if final.exists():  # the same iteration again: the old one makes way only now
+        replaced = final.with_name(final.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    os.rename(unfinished, final)
+    _write_atomically(final.parent / TRACKER, str(int(final.name.removeprefix("iter_"))))
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+# --- loading ---
+
+
+def find_checkpoint(load: str, step: int | None = None) -> Path | None:
+    """The folder of iteration `step`, or of the one that the tracker names; None where there is no checkpoint at all.
+
+    Raises CheckpointError when one is named and its folder is not there.
+    """
+    if step is not None:
+        folder = Path(get_checkpoint_name(load, step))
+        if not folder.is_dir():
+            raise CheckpointError(f"--ckpt-step {step}: {folder} does not exist; there are {_known(load) or 'no checkpoints'}")
+        return folder
+    tracker = Path(get_checkpoint_tracker_filename(load))
+    if not tracker.exists():
+        return None
+    iteration, release = read_metadata(str(tracker))
+    folder = Path(get_checkpoint_name(load, iteration, release))
+    if not folder.is_dir():
+        raise CheckpointError(f"{tracker} names {folder.name}, which is not there; there are {_known(load) or 'no checkpoints'}")
+    return folder
+
+
+def _known(load: str) -> str:
+    return ", ".join(sorted(path.name for path in Path(load).glob("iter_*") if path.is_dir() and path.suffix == ""))
+
+
+def checkpoint_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that the checkpoint of --load was saved with, {} when there is none (for --use-checkpoint-args)."""
+    folder = find_checkpoint(args.load, args.ckpt_step)
+    saved = dist_checkpointing.load_common_state_dict(folder).get("args") if folder else None
+    return vars(saved) if isinstance(saved, argparse.Namespace) else {}
+
+
+def load_checkpoint(
+    args: argparse.Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any | None,
+    opt_param_scheduler: Any | None,
+    *,
+    load_arg: str = "load",
+) -> TrainState:
+    """Restore a run from the folder that `args.<load_arg>` names; a fresh TrainState where there is nothing to load.
+
+    --finetune takes the weights alone. --no-load-optim keeps a fresh optimizer but the checkpoint's position and schedule;
+    --no-load-rng keeps the present random states. Rank 0 prints one report of what was restored and what was not.
+    """
+    load = getattr(args, load_arg)
+    folder = find_checkpoint(load, args.ckpt_step) if load else None
+    if folder is None:
+        if load and args.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {load} holds no checkpoint ({TRACKER} is not there) and --exit-on-missing-checkpoint was given")
+        if load:
+            print_rank_0(f"WARNING: no checkpoint in {load}: training starts from random weights")
+        return TrainState()
+    with phase("loading a checkpoint"):
+        return _restore(folder, args, model, optimizer, opt_param_scheduler)
+
+
+def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any | None, scheduler: Any | None) -> TrainState:
+    common = dist_checkpointing.load_common_state_dict(folder)
+    iteration = int(common.get("iteration", 0))
+    resume = not args.finetune and folder.name != "release"
+    with_optimizer = resume and optimizer is not None and not args.no_load_optim
+    with_rng = resume and not args.no_load_rng
+    wanted: dict[str, Any] = model_state(model)
+    if with_optimizer:
+        if "optimizer" not in common:
+            raise CheckpointError(
+                f"{folder} was saved without an optimizer: give --no-load-optim to train on with a fresh one, or --finetune"
+            )
+        wanted["optimizer"] = {"shards": optimizer_state(optimizer)}
+    if with_rng:
+        wanted["rng_state"] = _rng_object(None)
+    loaded = _load_matching(wanted, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
+    if optimizer is not None:
+        if with_optimizer:
+            optimizer.load_common_state_dict(common["optimizer"])
+        else:
+            optimizer.reload_model_params()
+    if resume and scheduler is not None and "opt_param_scheduler" in common:
+        scheduler.load_state_dict(_schedule(common["opt_param_scheduler"], scheduler))
+    if with_rng and not set_rng_state(loaded["rng_state"][0]):
+        print_rank_0("WARNING: the checkpoint's random states are those of another kind of device: dropout goes on with other masks")
+    state = _state_from(common, iteration) if resume else TrainState()
+    print_rank_0(_report(folder, iteration, resume, with_optimizer, with_rng, state))
+    if resume and "args" in common:
+        for change in changes_of_data(vars(common["args"]), args):
+            print_rank_0(f"WARNING: {change}")
+    _barrier()
+    return state
+
+
+def _load_matching(wanted: dict[str, Any], folder: Path, differences: list[str]) -> dict[str, Any]:
+    """Read the checkpoint; CheckpointError with the flags that differ when it holds another model, also one whose tensors would fit."""
+    flags = "".join(f"\n  {text}" for text in differences)
+    try:
+        loaded = dist_checkpointing.load(wanted, folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{flags}") from None
+    if differences:
+        raise CheckpointError(f"{folder} holds another model:{flags}")
+    return loaded
+
+
+# A model's flags that may differ from the checkpoint's: long-context training stretches its positions.
+_ADJUSTABLE = {
+    "layernorm_epsilon",
+    "rope_scaling_factor",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+}
+
+
+def model_differences(saved: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """Flags of the model's shape that are not as in the checkpoint's arguments, in words."""
+    found = []
+    for dest, flag in all_fields().items():
+        before, now = saved.get(dest), getattr(args, dest, None)
+        if flag.metadata["checkpoint"] != ARCHITECTURE or dest in _ADJUSTABLE or before is None or now is None:
+            continue
+        if dest == "add_qkv_bias" and args.add_bias_linear and saved.get("add_bias_linear"):
+            continue  # the linears have biases, this one among them
+        if dest == "num_query_groups" and not (args.group_query_attention and saved.get("group_query_attention")):
+            continue
+        if before != now:
+            found.append(f"{name_of(dest)} is {now} here and {before} there")
+    return found
+
+
+def _schedule(saved: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """The saved schedule. A constant weight decay has a length too, that of training, which nothing reads: with it left out a longer
+    training need not be told apart from another schedule."""
+    constant = saved.get("wd_incr_style") == scheduler.wd_incr_style == "constant"
+    return {name: value for name, value in saved.items() if not (constant and name == "wd_incr_steps")}
+
+
+def changes_of_data(saved: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """What makes this run read other samples than the one it goes on from, in one sentence each."""
+    effects = {
+        "seq_length": "documents are cut and shuffled anew: tokens that were read may come again, others are left out",
+        "split": "documents move between training, validation and test: held-out text may be trained on",
+        "seed": "samples come in another order: some that were read come again, others are left out",
+        "dataloader_type": "samples come in another order: some that were read come again, others are left out",
+        "global_batch_size": "the order of samples goes on, but steps consume another number of them",
+    }
+    found = []
+    for dest, effect in effects.items():
+        before, now = saved.get(dest), getattr(args, dest, None)
+        if before is not None and before != now:
+            found.append(f"--{dest.replace('_', '-')} is {now} and was {before} in the checkpoint: {effect}")
+    return found
+
+
+def _state_from(common: dict[str, Any], iteration: int) -> TrainState:
+    saved = vars(common["args"]) if "args" in common else {}
+    return TrainState(
+        iteration=iteration,
+        consumed_train_samples=int(saved.get("consumed_train_samples", 0)),
+        consumed_valid_samples=int(saved.get("consumed_valid_samples", 0)),
+        skipped_train_samples=int(saved.get("skipped_train_samples", 0)),
+        num_floating_point_operations_so_far=float(common.get("num_floating_point_operations_so_far", 0.0)),
+    )
+
+
+def _report(folder: Path, iteration: int, resume: bool, with_optimizer: bool, with_rng: bool, state: TrainState) -> str:
+    fresh = [name for name, restored in (("optimizer", with_optimizer), ("random states", with_rng), ("position", resume)) if not restored]
+    restored = [
+        name for name, done in (("optimizer", with_optimizer), ("random states", with_rng), ("schedule and position", resume)) if done
+    ]
+    text = f"  successfully loaded checkpoint from {folder.parent} at iteration {iteration}\n    restored: weights" + "".join(
+        f", {n}" for n in restored
+    )
+    if fresh:
+        text += f"\n    fresh: {', '.join(fresh)}"
+    return text + f"\n    next: iteration {state.iteration + 1}, after {state.consumed_train_samples} samples"

@@ -1,0 +1,32 @@
+"""The flags, as dataclasses without torch: one class per subject, one field per flag.
+
+`SECTIONS` is their order in `--help`. To add a flag: one field here and one line in the frozen list of the tests.
+"""
+
+from megatron.training.config.data import DataFlags, TokenizerFlags
+from megatron.training.config.model import AttentionFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags
+from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
+from megatron.training.config.output import CheckpointFlags, LoggingFlags
+from megatron.training.config.training import BatchFlags, DistributedFlags, EvaluationFlags, ParallelismFlags, TrainingFlags
+
+SECTIONS: tuple[type, ...] = (
+    ModelFlags,
+    AttentionFlags,
+    PositionFlags,
+    NormFlags,
+    KernelFlags,
+    ParallelismFlags,
+    BatchFlags,
+    TrainingFlags,
+    EvaluationFlags,
+    OptimizerFlags,
+    LearningRateFlags,
+    PrecisionFlags,
+    DataFlags,
+    TokenizerFlags,
+    CheckpointFlags,
+    LoggingFlags,
+    DistributedFlags,
+)
+
+__all__ = ["SECTIONS"] + [section.__name__ for section in SECTIONS]

@@ -1,0 +1,282 @@
+"""What must hold between flags. Each rule is a generator of Problems over the parsed arguments; none raises, none stops at the first.
+
+A rule whose inputs are missing says nothing: the missing flag is reported by its own rule. Values that follow from others are already
+filled in by `arguments.derive`. File and package rules are in `checks_files`, the layout's in `checks_layout`.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
+
+Args = argparse.Namespace
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+EXAMPLES = {"num_layers": "12", "hidden_size": "768", "num_attention_heads": "12", "seq_length": "1024", "max_position_embeddings": "1024"}
+
+
+def name_of(dest: str) -> str:
+    """The flag's usual spelling."""
+    return spellings(all_fields()[dest])[0]
+
+
+def text_of(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(getattr(value, "name", value))
+
+
+def problem(args: Args, dest: str, rule: str, works: object = "") -> Problem:
+    """A Problem with the flag `dest` as it stands in `args`; `works` is a value of it, or a text that starts with dashes."""
+    value = getattr(args, dest)
+    bare = isinstance(value, bool) or value is None
+    name = name_of(dest)
+    text = str(works)
+    example = text if not text or text.startswith(("--", "without ", "leave ", "after ", "pip ")) else f"{name} {text}"
+    return Problem(name, None if value is None else "" if bare else text_of(value), rule, example)
+
+
+def check_ranges(args: Args) -> Iterator[Problem]:
+    for dest, field in all_fields().items():
+        meta = field.metadata
+        value = getattr(args, dest)
+        if value is None or isinstance(value, (bool, str)):
+            continue
+        default = field.default if isinstance(field.default, (int, float)) else None
+        for bound, broken, words in (
+            (meta["minimum"], lambda v, b: v < b, "must be at least"),
+            (meta["maximum"], lambda v, b: v > b, "must be at most"),
+            (meta["above"], lambda v, b: v <= b, "must be more than"),
+            (meta["below"], lambda v, b: v >= b, "must be below"),
+        ):
+            if bound is not None and broken(value, bound):
+                number = int(bound) if value_type(field) is int else bound
+                unit = f" {meta['unit']}" if meta["unit"] else ""
+                works = default if default is not None else number + 1 if bound == meta["above"] else number
+                yield problem(args, dest, f"{words} {number}{unit}", works)
+
+
+def check_built(args: Args) -> Iterator[Problem]:
+    for dest, field in all_fields().items():
+        built = field.metadata["built"]
+        value = getattr(args, dest)
+        if built is not None and value is not None and value not in built:
+            yield problem(args, dest, f"this version does not support it yet; there are {', '.join(built)}", built[0])
+
+
+def check_required(args: Args) -> Iterator[Problem]:
+    shape_from_checkpoint = args.use_checkpoint_args and not args.checkpoint_args_applied
+    if not shape_from_checkpoint:
+        for dest in SHAPE:
+            optional = dest == "max_position_embeddings" and args.position_embedding_type == "none"
+            if getattr(args, dest) is None and not optional:
+                yield problem(args, dest, "is required", EXAMPLES[dest])
+    if args.micro_batch_size is None:
+        yield problem(args, "micro_batch_size", "is required", 4)
+    if args.train_iters is None and args.train_samples is None and not args.skip_train:
+        yield Problem("--train-iters", None, "is required (or --train-samples)", "--train-iters 1000")
+    if args.lr is None and not args.skip_train:
+        yield problem(args, "lr", "is required", "1e-4")
+
+
+def check_model(args: Args) -> Iterator[Problem]:
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if hidden and heads and args.kv_channels is None and hidden % heads:
+        works = " or ".join(f"--hidden-size {size}" for size in multiples(hidden, heads))
+        yield problem(args, "hidden_size", f"must be a multiple of --num-attention-heads {heads}, or give --kv-channels", works)
+    if heads and args.group_query_attention and args.num_query_groups > 0 and heads % args.num_query_groups:
+        rule = f"must divide --num-attention-heads {heads}"
+        yield problem(args, "num_query_groups", rule, nearest_divisor(heads, args.num_query_groups))
+    activations = [d for d in ("swiglu", "squared_relu", "quick_geglu", "openai_gelu") if getattr(args, d)]
+    if len(activations) > 1:
+        yield Problem(name_of(activations[1]), "", f"excludes {name_of(activations[0])}: one activation function", name_of(activations[0]))
+    positions = args.position_embedding_type
+    if args.use_rotary_position_embeddings and positions != "rope":
+        rule = "--use-rotary-position-embeddings asks for rope"
+        yield problem(args, "position_embedding_type", rule, "rope")
+    if not args.add_position_embedding and positions not in ("rope", "none"):
+        yield problem(args, "add_position_embedding", f"contradicts positions of kind {positions}", "--position-embedding-type none")
+    longest = args.max_position_embeddings
+    if positions == "learned_absolute" and longest and args.seq_length and args.seq_length > longest:
+        rule = f"exceeds the {longest} learned positions of --max-position-embeddings"
+        yield problem(args, "seq_length", rule, f"--max-position-embeddings {args.seq_length}")
+    channels = args.kv_channels or (hidden // heads if hidden and heads and hidden % heads == 0 else None)
+    if positions == "rope" and channels and int(channels * args.rotary_percent) % 2:
+        rule = f"leaves {int(channels * args.rotary_percent)} rotating channels of a head's {channels}: it must be an even number"
+        yield problem(args, "rotary_percent", rule, f"--kv-channels {channels + 1}" if channels % 2 else 1.0)
+
+
+def check_batch(args: Args) -> Iterator[Problem]:
+    micro, total, replicas = args.micro_batch_size, args.global_batch_size, args.data_parallel_size
+    if not micro or not total or not replicas or micro < 0:
+        return
+    unit = micro * replicas
+    made_of = f"--micro-batch-size {micro} x data-parallel size {replicas} = {unit}"
+    if total > 0 and total % unit:
+        works = " or ".join(f"--global-batch-size {size}" for size in multiples(total, unit))
+        yield problem(args, "global_batch_size", f"must be a multiple of {made_of}", works)
+    if args.rampup_batch_size is None:
+        return
+    start, step, samples = args.rampup_batch_size
+    example = f"{unit} {unit} 1000"
+    if start < 1 or step < 1 or samples < 0:
+        yield problem(args, "rampup_batch_size", "start and increment must be positive, the samples not negative", example)
+        return
+    for number, what in ((start, "start"), (step, "increment")):
+        if number % unit:
+            yield problem(args, "rampup_batch_size", f"the {what} {number} must be a multiple of {made_of}", example)
+            return
+    if start > total or (total - start) % step:
+        rule = f"from {start} by {step} does not meet --global-batch-size {total}"
+        yield problem(args, "rampup_batch_size", rule, f"--global-batch-size {start + max(1, (total - start) // step) * step}")
+    if args.train_samples is None and args.train_iters is not None:
+        yield problem(args, "rampup_batch_size", "needs a length in samples", "--train-samples instead of --train-iters")
+
+
+def check_length(args: Args) -> Iterator[Problem]:
+    if args.train_iters is not None and args.train_samples is not None:
+        yield problem(args, "train_samples", f"excludes --train-iters {args.train_iters}: give one of them", "--train-iters alone")
+        return
+    by_samples = args.train_samples is not None
+    if by_samples == (args.train_iters is not None):
+        return
+    for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        wrong, right = (f"{stem}_iters", f"{stem}_samples") if by_samples else (f"{stem}_samples", f"{stem}_iters")
+        if getattr(args, wrong):
+            length = "--train-samples" if by_samples else "--train-iters"
+            yield problem(args, wrong, f"does not go with {length}: lengths are all in iterations or all in samples", name_of(right))
+
+
+def schedule_lengths(args: Args) -> dict[str, float | None]:
+    """Lengths of the learning-rate schedule in samples: total, decay, warmup, wsd_decay. None where unknown or not given."""
+    per_step = args.global_batch_size
+    by_samples = args.train_samples is not None
+    if not by_samples and (args.train_iters is None or not per_step):
+        return {"total": None, "decay": None, "warmup": None, "wsd_decay": None}
+
+    def length(stem: str) -> int | None:
+        value = getattr(args, f"{stem}_{'samples' if by_samples else 'iters'}")
+        return value if by_samples or value is None else value * per_step
+
+    total = length("train")
+    decay = length("lr_decay")
+    decay = total if decay is None else decay
+    warmup: float | None = length("lr_warmup")
+    if args.lr_warmup_fraction is not None and decay is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return {"total": total, "decay": decay, "warmup": warmup, "wsd_decay": length("lr_wsd_decay")}
+
+
+def check_learning_rate(args: Args) -> Iterator[Problem]:
+    if args.lr is not None:
+        if args.min_lr > args.lr:
+            yield problem(args, "min_lr", f"must be at most --lr {args.lr}", args.lr / 10)
+        if args.lr_warmup_init > args.lr:
+            yield problem(args, "lr_warmup_init", f"must be at most --lr {args.lr}", 0.0)
+    if args.decoupled_min_lr is not None and args.decoupled_lr is None:
+        yield problem(args, "decoupled_min_lr", "needs --decoupled-lr", f"--decoupled-lr {args.lr or 1e-4}")
+    if args.decoupled_lr is not None and args.decoupled_min_lr is not None and args.decoupled_min_lr > args.decoupled_lr:
+        yield problem(args, "decoupled_min_lr", f"must be at most --decoupled-lr {args.decoupled_lr}", args.decoupled_lr / 10)
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        other = "lr_warmup_iters" if args.lr_warmup_iters else "lr_warmup_samples"
+        yield problem(args, "lr_warmup_fraction", f"excludes {name_of(other)} {getattr(args, other)}: give one of them", name_of(other))
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        rule = "excludes --use-checkpoint-opt_param-scheduler: give one of them"
+        yield problem(args, "override_opt_param_scheduler", rule, "--override-opt_param-scheduler")
+    lengths = schedule_lengths(args)
+    decay, warmup, wsd = lengths["decay"], lengths["warmup"], lengths["wsd_decay"]
+    unit = "samples" if args.train_samples is not None else "iters"
+    per_step = 1 if unit == "samples" else args.global_batch_size
+    if decay and warmup is not None and warmup >= decay:
+        dest = "lr_warmup_fraction" if args.lr_warmup_fraction is not None else f"lr_warmup_{unit}"
+        rule = f"warm-up must end before the decay does, at {decay // per_step:g} {unit}"
+        yield problem(args, dest, rule, 0.01 if dest == "lr_warmup_fraction" else int(decay // per_step) // 10)
+    if args.lr_decay_style == "WSD":
+        if decay and wsd is None:
+            works = f"{name_of(f'lr_wsd_decay_{unit}')} {max(1, int(decay // per_step) // 10)}"
+            yield problem(args, "lr_decay_style", f"needs the length of its decay, {name_of(f'lr_wsd_decay_{unit}')}", works)
+        elif decay and wsd and wsd > decay - (warmup or 0):
+            longest = max(1, int((decay - (warmup or 0)) // per_step))
+            rule = f"is longer than the {longest} {unit} between warm-up and the end"
+            yield problem(args, f"lr_wsd_decay_{unit}", rule, longest)
+
+
+def check_optimizer(args: Args) -> Iterator[Problem]:
+    style, start, end = args.weight_decay_incr_style, args.start_weight_decay, args.end_weight_decay
+    if style == "constant":
+        for dest in ("start_weight_decay", "end_weight_decay"):
+            if args.provenance.get(dest) in ("command line", "yaml"):
+                yield problem(args, dest, "needs --weight-decay-incr-style linear or cosine", "--weight-decay-incr-style linear")
+    else:
+        for dest in ("start_weight_decay", "end_weight_decay"):
+            if getattr(args, dest) is None:
+                yield problem(args, dest, f"is required with --weight-decay-incr-style {style}", args.weight_decay)
+        if start is not None and end is not None and start > end:
+            yield problem(args, "end_weight_decay", f"must be at least --start-weight-decay {start}", start)
+
+
+def check_precision(args: Args) -> Iterator[Problem]:
+    if args.fp16 and args.bf16:
+        yield Problem("--fp16", "", "excludes --bf16: one number format", "--bf16")
+    if args.min_loss_scale > args.initial_loss_scale:
+        yield problem(args, "min_loss_scale", f"must be at most --initial-loss-scale {args.initial_loss_scale:g}", 1.0)
+    if args.fp16_lm_cross_entropy and not args.fp16:
+        yield problem(args, "fp16_lm_cross_entropy", "needs --fp16", "--fp16 --fp16-lm-cross-entropy")
+
+
+def check_run(args: Args) -> Iterator[Problem]:
+    for dest, needs in (
+        ("save_interval", "save"),
+        ("log_progress", "save"),
+        ("ckpt_step", "load"),
+        ("use_checkpoint_args", "load"),
+        ("exit_on_missing_checkpoint", "load"),
+        ("wandb_project", "wandb_exp_name"),
+    ):
+        value = getattr(args, dest)
+        if value is not None and value is not False and not getattr(args, needs):
+            yield problem(args, dest, f"needs {name_of(needs)}", f"{name_of(needs)} {'NAME' if needs == 'wandb_exp_name' else 'FOLDER'}")
+    if args.exit_signal_handler and args.exit_signal.name in ("SIGKILL", "SIGSTOP"):
+        yield problem(args, "exit_signal", "cannot be caught by a process", "SIGTERM")
+
+
+def dropped_flags(args: Args) -> Iterator[str]:
+    """Notes on flags that were given and change nothing, and on schedules that look like a mistake."""
+    if "num_query_groups" in args.provenance and not args.group_query_attention:
+        yield f"--num-query-groups {args.num_query_groups} has no effect without --group-query-attention"
+    if args.manual_gc_interval and not args.manual_gc:
+        yield f"--manual-gc-interval {args.manual_gc_interval} has no effect without --manual-gc"
+    if args.loss_scale is not None and not args.fp16:
+        yield f"--loss-scale {args.loss_scale:g} has no effect without --fp16"
+    lengths = schedule_lengths(args)
+    total, decay = lengths["total"], lengths["decay"]
+    if total and decay and decay < total and args.lr_decay_style not in ("constant", "inverse-square-root") and not args.skip_train:
+        per_step, unit = (1, "samples") if args.train_samples is not None else (args.global_batch_size, "iters")
+        gap, words = (total - decay) / per_step, "samples" if unit == "samples" else "iterations"
+        yield (
+            f"WARNING: the learning rate's decay ends {gap:g} {words} before training does ({name_of('lr_decay_' + unit)} "
+            f"{decay / per_step:g} counts from the start, warm-up included; training has {total / per_step:g}): "
+            f"the rate stays at --min-lr {args.min_lr:g} from there"
+        )
+
+
+def multiples(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `value`, the lower one first where it is positive."""
+    lower = value // unit * unit
+    return [size for size in (lower, lower + unit) if size > 0]
+
+
+def nearest_divisor(whole: int, near: int) -> int:
+    return min((d for d in range(1, min(whole, 4096) + 1) if whole % d == 0), key=lambda d: abs(d - near))
+
+
+RULES = (
+    check_ranges,
+    check_built,
+    check_required,
+    check_model,
+    check_batch,
+    check_length,
+    check_learning_rate,
+    check_optimizer,
+    check_precision,
+    check_run,
+)

@@ -1,0 +1,146 @@
+"""What must hold between the parallel sizes, the number of processes and the model. Only arithmetic: no process group, no torch."""
+
+from collections.abc import Iterator
+
+from megatron.training.argument_utils import Problem
+from megatron.training.config.checks import Args, multiples, name_of, nearest_divisor, problem
+
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+
+
+def model_parallel_size(args: Args) -> int:
+    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+
+
+def sensible(args: Args) -> bool:
+    """Whether the sizes can be computed with; what is wrong with them is a matter of ranges."""
+    return all(getattr(args, dest) >= 1 for dest in SIZES) and (args.expert_tensor_parallel_size or 1) >= 1
+
+
+def data_parallel_size(args: Args) -> int | None:
+    """Replicas of the model, None when the processes do not divide into them."""
+    if not sensible(args) or args.world_size % model_parallel_size(args):
+        return None
+    return args.world_size // model_parallel_size(args)
+
+
+def virtual_stages(args: Args) -> int | None:
+    """Model chunks of a pipeline rank under the interleaved schedule, None without it."""
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return args.num_virtual_stages_per_pipeline_rank
+    per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
+    if per_stage is None or per_stage < 1 or stages < 1 or not args.num_layers:
+        return None
+    return args.num_layers // stages // per_stage
+
+
+def check_processes(args: Args) -> Iterator[Problem]:
+    if not sensible(args):
+        return
+    world, size = args.world_size, model_parallel_size(args)
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    product = f"tensor {tensor} x pipeline {pipeline} x context {args.context_parallel_size}"
+    if world % size:
+        dest = next(d for d in SIZES[:3] if getattr(args, d) > 1)
+        counts = " or ".join(map(str, multiples(world, size)))
+        works = f"{counts} processes, or {name_of(dest)} {nearest_divisor(world, getattr(args, dest))}"
+        yield Problem(
+            name_of(dest), str(getattr(args, dest)), f"{world} processes are not a multiple of the model's {product} = {size}", works
+        )
+    expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size or tensor
+    part = expert * expert_tensor * pipeline
+    if (expert > 1 or args.expert_tensor_parallel_size) and world % part and not world % size:
+        rule = f"{world} processes are not a multiple of expert {expert} x expert tensor {expert_tensor} x pipeline {pipeline} = {part}"
+        yield problem(args, "expert_model_parallel_size", rule, nearest_divisor(max(1, world // (expert_tensor * pipeline)), expert))
+
+
+def check_tensor(args: Args) -> Iterator[Problem]:
+    tensor = args.tensor_model_parallel_size
+    if args.sequence_parallel and tensor == 1:
+        yield problem(args, "sequence_parallel", "needs --tensor-model-parallel-size above 1: there is nothing to divide", "leave it out")
+    if tensor <= 1:
+        return
+    divided = [("num_attention_heads", args.num_attention_heads), ("ffn_hidden_size", args.ffn_hidden_size)]
+    if args.group_query_attention:
+        divided.append(("num_query_groups", args.num_query_groups))
+    if args.sequence_parallel:
+        divided.append(("seq_length", args.seq_length))
+    for dest, count in divided:
+        if count and count % tensor:
+            rule = f"must be a multiple of --tensor-model-parallel-size {tensor}"
+            works = f"{multiples(count, tensor)[-1]}, or --tensor-model-parallel-size {nearest_divisor(count, tensor)}"
+            yield Problem(name_of(dest), str(count), rule, f"{name_of(dest)} {works}")
+
+
+def check_context(args: Args) -> Iterator[Problem]:
+    parts = 2 * args.context_parallel_size
+    if args.context_parallel_size > 1 and args.seq_length and args.seq_length % parts:
+        rule = f"must be a multiple of 2 x --context-parallel-size {args.context_parallel_size} = {parts}, to balance causal attention"
+        yield problem(args, "seq_length", rule, multiples(args.seq_length, parts)[-1])
+
+
+def check_pipeline(args: Args) -> Iterator[Problem]:
+    """Every layer must find a stage: what the split leaves over is refused, never dropped."""
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    virtual = [d for d in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank") if getattr(args, d) is not None]
+    if stages == 1:
+        for dest in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", *virtual):
+            if getattr(args, dest) is not None:
+                yield problem(args, dest, "needs --pipeline-model-parallel-size above 1: one stage has all layers", "leave it out")
+        return
+    if len(virtual) == 2:
+        yield problem(args, virtual[0], f"excludes {name_of(virtual[1])}: give one of them", name_of(virtual[1]))
+    if not layers or stages < 1:
+        return
+    uneven = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+    accounted = bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
+    if (first is not None or last is not None) and accounted:
+        yield Problem(uneven.split()[0], None, "exclude --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split")
+        return
+    left = layers + accounted - (first or 0) - (last or 0)
+    middle = stages - (first is not None) - (last is not None)
+    # with two stages and both ends given nothing is left for a middle
+    if (middle and (left < middle or left % middle)) or (not middle and left):
+        what = f"{layers} layers" + (f" and {accounted} more that count as one" if accounted else "")
+        ends = f" after {first or 0} in the first and {last or 0} in the last stage" if first is not None or last is not None else ""
+        rule = f"{what} do not divide over --pipeline-model-parallel-size {stages}{ends}; uneven splits are given by {uneven}"
+        works = " or ".join(f"--num-layers {layers - left + n}" for n in multiples(left, max(middle, 1)) if n >= middle)
+        yield problem(args, "num_layers", rule, works)
+        return
+    yield from _check_virtual(args, left // middle if middle else 0, virtual)
+
+
+def _check_virtual(args: Args, per_rank: int, virtual: list[str]) -> Iterator[Problem]:
+    """Virtual stages divide a rank's layers, and their schedule wants micro batches in groups of the pipeline size."""
+    if len(virtual) != 1 or per_rank == 0:
+        return
+    dest, count = virtual[0], getattr(args, virtual[0])
+    if count < 1:
+        return
+    if per_rank % count:
+        yield problem(args, dest, f"must divide the {per_rank} layers of a pipeline rank", nearest_divisor(per_rank, count))
+        return
+    chunks = per_rank // count if dest == "num_layers_per_virtual_pipeline_stage" else count
+    micro, total, replicas = args.micro_batch_size, args.global_batch_size, args.data_parallel_size
+    stages = args.pipeline_model_parallel_size
+    if chunks < 2 or not micro or not total or not replicas or total % (micro * replicas):
+        return
+    batches = total // (micro * replicas)
+    if batches % stages:
+        works = " or ".join(f"--global-batch-size {n * micro * replicas}" for n in multiples(batches, stages))
+        rule = (
+            f"gives {batches} micro batches (--micro-batch-size {micro}, data-parallel size {replicas}); {chunks} virtual stages on each "
+            f"of {stages} pipeline ranks need a multiple of {stages}, so a global batch that is a multiple of {stages * micro * replicas}"
+        )
+        yield problem(args, "global_batch_size", rule, works)
+
+
+def check_layout_built(args: Args) -> Iterator[Problem]:
+    """The one place that refuses layouts whose code is not there yet; the arithmetic above holds without it."""
+    for dest in (*SIZES, "expert_tensor_parallel_size"):
+        if (getattr(args, dest) or 1) > 1 and args.provenance.get(dest) != "derived":
+            yield problem(args, dest, "this version does not divide a model over processes yet; data parallelism works", 1)
+
+
+RULES = (check_processes, check_tensor, check_context, check_pipeline, check_layout_built)

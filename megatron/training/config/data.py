@@ -1,0 +1,94 @@
+"""Data and tokenizer."""
+# ruff: noqa: RUF009  (flag() makes a dataclass field)
+
+from dataclasses import dataclass
+
+from megatron.training.config.fields import SETTING, flag
+
+
+@dataclass
+class DataFlags:
+    """Corpora, and how samples are cut from them."""
+
+    data_path: list[str] | None = flag(
+        None, "One prefix of .bin and .idx, or `weight prefix weight prefix ...`, or several prefixes (weighted by their size).", nargs="*"
+    )
+    train_data_path: list[str] | None = flag(None, "As --data-path, for training alone.", nargs="*")
+    valid_data_path: list[str] | None = flag(None, "As --data-path, for validation alone.", nargs="*")
+    test_data_path: list[str] | None = flag(None, "As --data-path, for the test alone.", nargs="*")
+    split: str | None = flag(None, "Shares of training, validation and test documents of --data-path, such as 90,5,5. Default: 969,30,1.")
+    mock_data: bool = flag(False, "Generated samples, no files.")
+    data_cache_path: str | None = flag(None, "Folder for the index caches. Default: beside the data.")
+    dataloader_type: str | None = flag(
+        None,
+        "`single` goes through the samples once in the dataset's order, `cyclic` shuffles them by epoch. Default: single.",
+        choices=("single", "cyclic", "external"),
+        built=("single", "cyclic"),
+    )
+    num_workers: int = flag(2, "Loader processes of each rank; 0 = in the training process.", minimum=0)
+    reset_position_ids: bool = flag(False, "Positions start again after each end of document.")
+    reset_attention_mask: bool = flag(False, "Tokens do not attend across an end of document.")
+    eod_mask_loss: bool = flag(False, "No loss where the label follows an end of document.")
+    create_attention_mask_in_dataloader: bool = flag(
+        True, "No effect: the loader makes a mask only where --reset-attention-mask needs one.",
+        names=("--no-create-attention-mask-in-dataloader",)
+    )
+    mmap_bin_files: bool = flag(True, "Read .bin files instead of mapping them.", names=("--no-mmap-bin-files",))
+    num_dataset_builder_threads: int = flag(1, "Threads that build the corpora's indices.", minimum=1)
+    mid_level_dataset_surplus: float = flag(
+        0.005, "Samples asked of each corpus of a blend beyond its share, as a fraction.", minimum=0.0, maximum=1.0
+    )
+
+
+@dataclass
+class TokenizerFlags:
+    """The tokenizer and the vocabulary's size."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        "Kind of tokenizer.",
+        choices=(
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ),
+        built=(
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ),
+        checkpoint=SETTING,
+    )
+    tokenizer_model: str | None = flag(None, "File or folder of the tokenizer (or a Hugging Face name).", checkpoint=SETTING)
+    vocab_file: str | None = flag(None, "GPT-2's vocab.json.", checkpoint=SETTING)
+    merge_file: str | None = flag(None, "GPT-2's merges.txt.", checkpoint=SETTING)
+    vocab_size: int | None = flag(None, "Tokens before padding; needed by NullTokenizer, a check elsewhere.", minimum=1, checkpoint=SETTING)
+    padded_vocab_size: int | None = flag(
+        None, "Rows of the embedding. Default: see --make-vocab-size-divisible-by.", minimum=1, checkpoint=SETTING
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", minimum=1, checkpoint=SETTING
+    )
+    vocab_extra_ids: int = flag(0, "Sentinel tokens added at the end.", minimum=0, checkpoint=SETTING)
+    special_tokens: list[str] | None = flag(
+        None, "Special tokens to add.", names=("--tokenizer-special-tokens",), nargs="+", checkpoint=SETTING
+    )
+    tiktoken_pattern: str | None = flag(None, "How TikTokenizer splits text.", choices=("v1", "v2"), checkpoint=SETTING)
+    tiktoken_num_special_tokens: int = flag(1000, "Ids that TikTokenizer sets aside.", minimum=0, checkpoint=SETTING)
+    null_tokenizer_eod_id: int | None = flag(None, "NullTokenizer's end of document. Default: --vocab-size.", minimum=0, checkpoint=SETTING)
+    null_tokenizer_pad_id: int = flag(-1, "NullTokenizer's padding; -1 = none.", minimum=-1, checkpoint=SETTING)
+    tokenizer_hf_no_include_special_tokens: bool = flag(False, "No special tokens around a text.", checkpoint=SETTING)
+    trust_remote_code: bool = flag(False, "Hugging Face tokenizers may run code that comes with them.")

@@ -1,0 +1,136 @@
+"""The model: size, layers' content, attention, positions, norms."""
+
+from dataclasses import dataclass
+
+from megatron.training.config.fields import ARCHITECTURE, SETTING, flag
+
+
+@dataclass
+class ModelFlags:
+    """Size and content of the layers."""
+
+    num_layers: int | None = flag(None, "Transformer layers of the whole model.", minimum=1, checkpoint=ARCHITECTURE)
+    hidden_size: int | None = flag(None, "Width of the residual stream.", minimum=1, checkpoint=ARCHITECTURE)
+    ffn_hidden_size: int | None = flag(
+        None,
+        "Inner width of the MLP. Default: 4 times --hidden-size; with a gate (--swiglu, --quick-geglu) 8/3 of it, "
+        "rounded down to a multiple of 64.",
+        minimum=1,
+        checkpoint=ARCHITECTURE,
+    )
+    seq_length: int | None = flag(None, "Length of a training sample.", unit="tokens", minimum=1, checkpoint=SETTING)
+    swiglu: bool = flag(False, "MLP with a gate and SiLU instead of GELU.", checkpoint=ARCHITECTURE)
+    squared_relu: bool = flag(False, "relu(x)^2 instead of GELU.", checkpoint=ARCHITECTURE)
+    quick_geglu: bool = flag(False, "MLP with a gate and x * sigmoid(1.702 x).", checkpoint=ARCHITECTURE)
+    openai_gelu: bool = flag(False, "GELU by its tanh approximation.", checkpoint=ARCHITECTURE)
+    add_bias_linear: bool = flag(True, "No biases in the linear layers.", names=("--disable-bias-linear",), checkpoint=ARCHITECTURE)
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "The output head has a weight of its own instead of the embedding's.", checkpoint=ARCHITECTURE
+    )
+    hidden_dropout: float = flag(0.1, "Dropout of each block's output before the residual.", minimum=0.0, below=1.0, checkpoint=SETTING)
+    init_method_std: float = flag(
+        0.02, "Standard deviation of the initial weights; output layers of blocks have it divided by sqrt(2 num_layers).", minimum=0.0
+    )
+    embedding_init_method_std: float | None = flag(
+        None, "Standard deviation of the initial embeddings. Default: --init-method-std.", minimum=0.0
+    )
+    perform_initialization: bool = flag(True, "Leave the weights as they are allocated.", names=("--no-initialization",))
+    use_cpu_initialization: bool | None = flag(None, "Accepted: initial weights do not depend on the layout on any device.")
+    deprecated_use_mcore_models: bool = flag(False, "No effect: there are no other models.", names=("--use-mcore-models",))
+
+
+@dataclass
+class AttentionFlags:
+    """Self attention."""
+
+    num_attention_heads: int | None = flag(None, "Query heads.", minimum=1, checkpoint=ARCHITECTURE)
+    kv_channels: int | None = flag(
+        None, "Width of one head. Default: --hidden-size / --num-attention-heads.", minimum=1, checkpoint=ARCHITECTURE
+    )
+    group_query_attention: bool = flag(False, "Several query heads share a key and value head.", checkpoint=ARCHITECTURE)
+    num_query_groups: int = flag(1, "Key and value heads, with --group-query-attention.", minimum=1, checkpoint=ARCHITECTURE)
+    add_qkv_bias: bool = flag(False, "A bias in the QKV projection, also with --disable-bias-linear.", checkpoint=ARCHITECTURE)
+    attention_dropout: float = flag(0.1, "Dropout of the attention probabilities.", minimum=0.0, below=1.0, checkpoint=SETTING)
+    apply_query_key_layer_scaling: bool = flag(
+        False,
+        "Scores are divided by the layer's number before, and multiplied by it inside, the softmax (for fp16); "
+        "the softmax is then in fp32.",
+        checkpoint=SETTING,
+    )
+    attention_softmax_in_fp32: bool = flag(False, "The softmax of the plain attention is in fp32.")
+    masked_softmax_fusion: bool = flag(True, "Scale, mask and softmax of the plain attention apart.", names=("--no-masked-softmax-fusion",))
+    attention_backend: str = flag(
+        "auto",
+        "Kernel of attention. `flash`, `fused`, `auto`: scaled_dot_product_attention or Transformer Engine's choice; "
+        "`unfused`, `local`: plain torch.",
+        choices=("flash", "fused", "unfused", "local", "auto"),
+    )
+    use_flash_attn: bool = flag(False, "The same as --attention-backend flash where that was not given.")
+
+
+@dataclass
+class PositionFlags:
+    """Where a token stands."""
+
+    max_position_embeddings: int | None = flag(
+        None, "Longest sequence; rows of the table of learned positions.", unit="tokens", minimum=1, checkpoint=SETTING
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "Kind of position embedding.",
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+        built=("learned_absolute", "rope", "none"),
+        checkpoint=ARCHITECTURE,
+    )
+    use_rotary_position_embeddings: bool = flag(False, "The same as --position-embedding-type rope.")
+    add_position_embedding: bool = flag(
+        True,
+        "Deprecated: no learned table; allowed with --position-embedding-type rope or none.",
+        names=("--no-position-embedding",),
+    )
+    rotary_base: int = flag(10000, "Base of the rotary frequencies.", minimum=1, checkpoint=ARCHITECTURE)
+    rotary_percent: float = flag(1.0, "Share of a head's channels that rotates.", above=0.0, maximum=1.0, checkpoint=ARCHITECTURE)
+    rotary_interleaved: bool = flag(False, "Pairs are neighbouring channels instead of the two halves.", checkpoint=ARCHITECTURE)
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, "Positions are divided by it, to stretch a model to longer sequences.", minimum=1, checkpoint=ARCHITECTURE
+    )
+    use_rope_scaling: bool = flag(False, "Llama 3.1's stretching of the low rotary frequencies.", checkpoint=ARCHITECTURE)
+    rope_scaling_factor: float = flag(8.0, "How far --use-rope-scaling stretches them.", minimum=1.0, checkpoint=ARCHITECTURE)
+    apply_rope_fusion: bool = flag(True, "Rotary embedding by plain torch.", names=("--no-rope-fusion",))
+
+
+@dataclass
+class NormFlags:
+    """Normalization."""
+
+    normalization: str = flag("LayerNorm", "Kind of norm.", choices=("LayerNorm", "RMSNorm"), checkpoint=ARCHITECTURE)
+    layernorm_epsilon: float = flag(
+        1e-05, "Added to the variance before the root.", names=("--norm-epsilon",), above=0.0, checkpoint=ARCHITECTURE
+    )
+    layernorm_zero_centered_gamma: bool = flag(
+        False, "The norm's weight is stored minus 1.", names=("--apply-layernorm-1p",), checkpoint=ARCHITECTURE
+    )
+    qk_layernorm: bool = flag(False, "Norms of query and key heads before the scores.", checkpoint=ARCHITECTURE)
+    no_persist_layer_norm: bool = flag(False, "Choose another, equivalent norm kernel.")
+
+
+@dataclass
+class KernelFlags:
+    """Which of equivalent implementations computes; results agree to rounding."""
+
+    transformer_impl: str = flag(
+        "transformer_engine",
+        "Backend of the layers. Without Transformer Engine (or without a GPU) `local` is used, and said so.",
+        choices=("local", "transformer_engine", "inference_optimized"),
+        built=("local", "transformer_engine"),
+    )
+    bias_gelu_fusion: bool = flag(True, "Bias and GELU apart.", names=("--no-bias-gelu-fusion",))
+    bias_swiglu_fusion: bool = flag(True, "Bias and SwiGLU apart.", names=("--no-bias-swiglu-fusion",))
+    bias_dropout_fusion: bool = flag(True, "Bias, dropout and residual apart.", names=("--no-bias-dropout-fusion",))
+    cross_entropy_loss_fusion: bool = flag(False, "Cross entropy by one kernel.")
+    cross_entropy_fusion_impl: str = flag("native", "Whose kernel that is.", choices=("native", "te"), built=("native",))
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "Weight gradients are computed first and added after, not by one matrix product.",
+        names=("--no-gradient-accumulation-fusion",),
+    )

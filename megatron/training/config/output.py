@@ -1,0 +1,64 @@
+"""What a run writes: checkpoints and logs."""
+
+from dataclasses import dataclass
+
+from megatron.training.config.fields import flag
+
+
+@dataclass
+class CheckpointFlags:
+    """Saving and loading."""
+
+    save: str | None = flag(None, "Folder to save checkpoints to.")
+    save_interval: int | None = flag(
+        None,
+        "Save every so many iterations. Default: at the end only.",
+        unit="iterations",
+        minimum=1,
+        names=("--save-interval", "--persistent-save-interval"),
+    )
+    load: str | None = flag(None, "Folder to go on from; an empty or missing one starts anew.")
+    ckpt_step: int | None = flag(None, "Iteration to load. Default: the last one.", unit="iterations", minimum=0)
+    finetune: bool = flag(False, "Load the weights alone, and start at iteration 0.")
+    no_load_optim: bool | None = flag(None, "Do not load the optimizer.")
+    no_load_rng: bool | None = flag(None, "Do not load the random states.")
+    no_save_optim: bool | None = flag(None, "Do not save the optimizer.")
+    no_save_rng: bool | None = flag(None, "Do not save the random states.")
+    use_checkpoint_args: bool = flag(False, "Take the model's and tokenizer's flags from the checkpoint where they were not given.")
+    exit_on_missing_checkpoint: bool = flag(False, "A --load folder without a checkpoint is an error.")
+    ckpt_format: str = flag(
+        "torch_dist",
+        "Layout of the files.",
+        choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
+        built=("torch_dist",),
+    )
+    use_dist_ckpt_deprecated: bool = flag(False, "No effect.", names=("--use-dist-ckpt",))
+    dist_ckpt_format_deprecated: str | None = flag(None, "No effect.", names=("--dist-ckpt-format",))
+
+
+@dataclass
+class LoggingFlags:
+    """Console, metrics file, TensorBoard, wandb."""
+
+    log_interval: int = flag(100, "A line every so many iterations.", unit="iterations", minimum=1)
+    log_throughput: bool = flag(False, "Model TFLOP/s per GPU in the line.")
+    log_params_norm: bool = flag(False, "The parameters' norm in the line.")
+    log_num_zeros_in_grad: bool = flag(False, "The number of zeros in the gradients in the line.")
+    log_progress: bool = flag(False, "Keep a progress.txt in the --save folder.")
+    logging_level: int | None = flag(None, "Level of Python's logging, 10 = debug, 20 = info, 30 = warnings.", minimum=0)
+    timing_log_level: int = flag(0, "0: the iteration alone; 1: its phases; 2: each part.", choices=(0, 1, 2))  # type: ignore[arg-type]
+    timing_log_option: str = flag("minmax", "Over ranks: the largest, the extremes, or all.", choices=("max", "minmax", "all"))
+    barrier_with_L1_time: bool = flag(True, "No barrier before the timers of level 1.", names=("--no-barrier-with-level-1-timing",))
+    tensorboard_dir: str | None = flag(None, "Folder for TensorBoard.")
+    tensorboard_log_interval: int = flag(1, "Write scalars every so many iterations.", unit="iterations", minimum=1)
+    tensorboard_queue_size: int = flag(1000, "Events kept before they are written.", minimum=1)
+    log_timers_to_tensorboard: bool = flag(False, "Timers as scalars.")
+    log_memory_to_tensorboard: bool = flag(False, "The allocator's statistics as scalars.")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity as a scalar.")
+    log_world_size_to_tensorboard: bool = flag(False, "The number of processes as a scalar.")
+    log_loss_scale_to_tensorboard: bool = flag(True, "No loss scale as a scalar.")
+    wandb_project: str | None = flag(None, "Project of wandb.")
+    wandb_exp_name: str | None = flag(None, "Name of the run in wandb.")
+    wandb_entity: str | None = flag(None, "Owner of the project in wandb.")
+    wandb_save_dir: str | None = flag(None, "Folder for wandb's files. Default: `wandb` in the --save folder.")
+    metrics_file: str | None = flag(None, "Append one JSON object per logged iteration, at full precision.", ours=True)

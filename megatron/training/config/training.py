@@ -1,0 +1,91 @@
+"""The run: batch, length, ways to end it, evaluation, determinism."""
+# ruff: noqa: RUF009  (flag() makes a dataclass field)
+
+import signal
+from dataclasses import dataclass
+
+from megatron.training.config.fields import flag
+
+
+@dataclass
+class BatchFlags:
+    """Samples per step."""
+
+    micro_batch_size: int | None = flag(None, "Samples of one forward pass on one data-parallel rank.", unit="samples", minimum=1)
+    global_batch_size: int | None = flag(
+        None, "Samples of one optimizer step. Default: micro batch size x data-parallel size.", unit="samples", minimum=1
+    )
+    rampup_batch_size: list[int] | None = flag(
+        None,
+        "Start size, increment, and the samples over which the global batch grows to --global-batch-size; needs --train-samples.",
+        unit="samples",
+        nargs=3,
+    )
+
+
+@dataclass
+class TrainingFlags:
+    """Length of the run and what ends it."""
+
+    train_iters: int | None = flag(None, "Length of training.", unit="iterations", minimum=0)
+    train_samples: int | None = flag(None, "Length of training, instead of --train-iters.", unit="samples", minimum=1)
+    seed: int = flag(1234, "Seed of weights, dropout and data order.", minimum=1)
+    skip_train: bool = flag(False, "Evaluate only.")
+    exit_interval: int | None = flag(None, "Save and exit when the iteration is a multiple of this.", unit="iterations", minimum=1)
+    exit_duration_in_mins: int | None = flag(None, "Save and exit after this time.", unit="minutes", minimum=1)
+    exit_signal_handler: bool = flag(False, "Save and exit when --exit-signal arrives.")
+    exit_signal: signal.Signals = flag(
+        signal.SIGTERM,
+        "The signal that --exit-signal-handler waits for.",
+        type=signal.Signals,
+        choices=tuple(s.name for s in signal.Signals),
+    )
+    calculate_per_token_loss: bool = flag(False, "Normalise by the valid tokens of the global batch, not per micro batch.")
+    check_for_nan_in_loss_and_grad: bool = flag(True, "Do not gate updates on NaN and Inf.", names=("--no-check-for-nan-in-loss-and-grad",))
+    manual_gc: bool = flag(False, "Python's garbage collector runs only when told.")
+    manual_gc_interval: int = flag(0, "Collect every so many iterations, with --manual-gc; 0 = never.", unit="iterations", minimum=0)
+    manual_gc_eval: bool = flag(True, "No collection around evaluation.")
+    yaml_cfg: str | None = flag(None, "Read flags from this YAML file (keys as the flags, or nested one level); the command line wins.")
+    check_config: bool = flag(False, "Check the command line, print the resolved configuration and exit.", ours=True)
+    check_config_world_size: int | None = flag(
+        None, "Number of processes that --check-config assumes. Default: WORLD_SIZE, else 1.", minimum=1, ours=True
+    )
+
+
+@dataclass
+class EvaluationFlags:
+    """Validation and test."""
+
+    eval_iters: int = flag(100, "Batches of each evaluation; 0 = none.", unit="iterations", minimum=0)
+    eval_interval: int | None = flag(None, "Evaluate every so many iterations. Default: at the end only.", unit="iterations", minimum=1)
+    full_validation: bool = flag(False, "Each evaluation goes over the whole validation and test sets instead of --eval-iters batches.")
+    multiple_validation_sets: bool = flag(False, "A loss of its own for each corpus of the validation split.")
+    validation_set_names: list[str] | None = flag(None, "Names of those corpora in the logs. Default: their files' names.", nargs="+")
+
+
+@dataclass
+class DistributedFlags:
+    """How processes meet."""
+
+    distributed_backend: str = flag("nccl", "Communication of GPU tensors; without a GPU gloo is used.", choices=("nccl", "gloo"))
+    overlap_grad_reduce: bool = flag(False, "Reduce gradients over data-parallel ranks while the backward pass still runs.")
+    distributed_timeout_minutes: int = flag(10, "After it a collective that hangs is an error.", unit="minutes", minimum=1)
+    local_rank: int = flag(0, "Accepted for old launchers; LOCAL_RANK of the environment wins.", minimum=0)
+
+
+@dataclass
+class ParallelismFlags:
+    """How the model is divided over processes."""
+
+    tensor_model_parallel_size: int = flag(1, "Ranks that share each layer.", minimum=1)
+    pipeline_model_parallel_size: int = flag(1, "Stages that share the layers.", minimum=1)
+    context_parallel_size: int = flag(1, "Ranks that share each sequence.", minimum=1)
+    expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", minimum=1)
+    expert_tensor_parallel_size: int | None = flag(None, "Ranks that share one expert. Default: the tensor size.", minimum=1)
+    sequence_parallel: bool = flag(False, "Norms and dropout of a tensor-parallel group split the sequence.")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, "Layers of one virtual stage.", minimum=1)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Virtual stages of one rank.", minimum=1)
+    decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage, for uneven splits.", minimum=1)
+    decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage, for uneven splits.", minimum=1)
+    account_for_embedding_in_pipeline_split: bool = flag(False, "The embedding counts as a layer in the split.")
+    account_for_loss_in_pipeline_split: bool = flag(False, "The loss counts as a layer in the split.")

@@ -1,0 +1,170 @@
+"""From flags to the tokenizer, the three datasets and their loaders."""
+
+import argparse
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from megatron.core import device, parallel_state
+from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
+from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
+from megatron.training.argument_utils import Problem, UsageError
+from megatron.training.arguments import was_given
+from megatron.training.config import TokenizerFlags
+from megatron.training.datasets.data_samplers import build_pretraining_data_loader
+from megatron.training.training_log import print_rank_0
+
+
+def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
+    """The tokenizer; sets args.padded_vocab_size. Raises UsageError when the model's vocabulary is too small for the ids it makes."""
+    accepted = inspect.signature(build_tokenizer).parameters
+    names = [field.name for field in dataclasses.fields(TokenizerFlags) if field.name in accepted]
+    tokenizer = build_tokenizer(**{name: getattr(args, name) for name in names})
+    padded = vocab_size_with_padding(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+    fixed = args.padded_vocab_size if args.provenance.get("padded_vocab_size") != "derived" else None
+    if fixed is not None and fixed < tokenizer.vocab_size:
+        rule = f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary must hold them all"
+        raise UsageError([Problem("--padded-vocab-size", str(fixed), rule, f"--padded-vocab-size {padded}")])
+    if was_given(args, "vocab_size") and args.tokenizer_type != "NullTokenizer" and args.vocab_size < tokenizer.vocab_size:
+        rule = f"the tokenizer has {tokenizer.vocab_size} ids"
+        raise UsageError([Problem("--vocab-size", str(args.vocab_size), rule, f"--vocab-size {tokenizer.vocab_size}")])
+    if fixed is None:
+        args.provenance["padded_vocab_size"] = "derived"
+    args.padded_vocab_size = fixed or padded
+    print_rank_0(f" > {args.tokenizer_type}: {tokenizer.vocab_size} ids, padded to {args.padded_vocab_size}")
+    return tokenizer
+
+
+def train_iterations(args: argparse.Namespace) -> int:
+    """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, ramp-up counted."""
+    if args.train_samples is None:
+        return args.train_iters
+    sizes = build_num_microbatches_calculator(
+        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size, False
+    )
+    iterations = consumed = 0
+    while True:
+        sizes.update(consumed, consistency_check=False)
+        batch = sizes.get_current_global_batch_size()
+        if batch == args.global_batch_size:
+            return iterations + max(0, args.train_samples - consumed) // batch
+        if consumed + batch > args.train_samples:
+            return iterations
+        iterations, consumed = iterations + 1, consumed + batch
+
+
+def num_samples(args: argparse.Namespace) -> list[int | None]:
+    """Samples that the run asks of the training, validation and test sets; None: each of the set's once (--full-validation)."""
+    batch = args.global_batch_size
+    train = args.train_samples or args.train_iters * batch
+    if args.full_validation:
+        return [train, None, None]
+    evaluations = args.train_iters // args.eval_interval + 1 if args.eval_interval else 1
+    return [train, evaluations * args.eval_iters * batch, args.eval_iters * batch]
+
+
+class HeldOutSet:
+    """Data for evaluations: its name in logs ("" when there is only one of its kind) and batches, each read once.
+
+    With `whole_set` every evaluation reads the set from its start to its end; otherwise each goes on where the last one stopped, for
+    `num_iterations` global batches.
+    """
+
+    def __init__(self, name: str, make_loader: Callable[[int], Any], consumed: int, num_iterations: int, whole_set: bool) -> None:
+        self.name = name
+        self.num_iterations = num_iterations
+        self._make_loader = make_loader
+        self._whole_set = whole_set
+        self._going_on = None if whole_set else EndlessBatches(make_loader(consumed), name or "validation")
+
+    def batches(self) -> Iterator:
+        """What the next evaluation reads."""
+        return self._going_on or EndlessBatches(self._make_loader(0), self.name or "validation")
+
+
+def build_datasets(
+    args: argparse.Namespace, provider: Callable, samples: list[int | None]
+) -> tuple[Any, list[HeldOutSet], list[HeldOutSet]]:
+    """(training batches, validation sets, test sets), each beginning where the run stands."""
+    started = time.monotonic()
+    train, valid, test = provider(samples)
+    print_rank_0(f" > built the datasets in {time.monotonic() - started:.1f} s ({samples[0]} training samples asked)")
+
+    def loader(dataset: Any, consumed: int) -> Any:
+        return build_pretraining_data_loader(
+            dataset,
+            consumed,
+            micro_batch_size=args.micro_batch_size,
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            dataloader_type=args.dataloader_type,
+            num_workers=args.num_workers,
+            seed=args.seed,
+            pin_memory=device.has_accelerator(),
+        )
+
+    return (
+        EndlessBatches(loader(train, args.consumed_train_samples), "training"),
+        _held_out(args, "validation", valid, loader, args.consumed_valid_samples),
+        _held_out(args, "test", test, loader, 0),
+    )
+
+
+def _held_out(args: argparse.Namespace, kind: str, datasets: Any, loader: Callable, consumed: int) -> list[HeldOutSet]:
+    """One unnamed set, or with --multiple-validation-sets one for each corpus under a name."""
+    if isinstance(datasets, list | tuple):
+        names = args.validation_set_names or [_name_of(dataset, place) for place, dataset in enumerate(datasets)]
+        if len(names) != len(datasets):
+            rule = f"there are {len(datasets)} validation sets, each needs one name"
+            raise UsageError([Problem("--validation-set-names", " ".join(names), rule)])
+        named = dict(zip(names, datasets, strict=True))
+    else:
+        named = {"": datasets}
+    found = []
+    if datasets is None and args.eval_iters and not args.full_validation:
+        print_rank_0(f"WARNING: there is no {kind} data: nothing is evaluated on it (see --split; --eval-iters 0 is silent)")
+    for name, dataset in named.items():
+        iterations = args.eval_iters
+        if args.full_validation and dataset is not None:
+            iterations = len(dataset) // args.global_batch_size
+            if not iterations:
+                raise ValueError(
+                    f"--full-validation: the held-out set {name} has {len(dataset)} samples, less than one global batch of "
+                    f"{args.global_batch_size}; give it more documents, or a smaller --global-batch-size"
+                )
+        if dataset is not None and iterations:
+            found.append(HeldOutSet(name, partial(loader, dataset), consumed, iterations, args.full_validation))
+    return found
+
+
+def _name_of(dataset: Any, place: int) -> str:
+    path = getattr(dataset, "dataset_path", None)
+    return str(path).rpartition("/")[2] if path else f"set {place}"
+
+
+class EndlessBatches:
+    """An iterator over a loader that says what ran out when it does."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self.loader = loader
+        self.name = name
+        self.iterator: Iterator | None = None
+
+    def __iter__(self) -> "EndlessBatches":
+        return self
+
+    def __next__(self) -> Any:
+        if self.loader is None:
+            raise ValueError(f"there is no {self.name} data: --data-path or --split gives that split no documents")
+        if self.iterator is None:
+            self.iterator = iter(self.loader)
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            raise ValueError(
+                f"the {self.name} data ran out: it has fewer samples than the run asks for; "
+                "--dataloader-type cyclic goes on with another epoch"
+            ) from None

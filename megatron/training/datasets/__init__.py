@@ -1,0 +1,1 @@
+"""From datasets to the batches of each data-parallel rank."""

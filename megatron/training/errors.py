@@ -1,0 +1,86 @@
+"""How a run ends when it fails: the user's faults in one line, ours with a traceback, both in torchrun's table."""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from megatron.core import device, parallel_state
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.training import phase
+from megatron.training.argument_utils import UsageError
+from megatron.training.arguments import exit_with_usage_error, record_for_elastic
+from megatron.training.global_vars import unset_global_variables
+from megatron.training.training_log import print_line
+
+# What a user can mend: bad values and files. Everything else is a fault of ours and shows its traceback.
+USERS_FAULTS = (ValueError, OSError, MemoryError)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Run the enclosed work; on failure print and record why, and end the process: 2 for the command line, 1 for all else, 130 for Ctrl-C.
+
+    The message names rank, phase and iteration. Nothing is saved, and no other rank is waited for.
+    """
+    try:
+        yield
+    except UsageError as error:
+        with suppress(SystemExit):
+            exit_with_usage_error(error)
+        _leave(2)
+    except KeyboardInterrupt:
+        _say("interrupted: nothing was saved after the last checkpoint")
+        _leave(130)
+    except Exception as error:
+        message = f"rank {_rank()}, {phase.where()}: {type(error).__name__}: {error}{_advice(error)}"
+        record_for_elastic(message)
+        if not _is_users(error):
+            traceback.print_exc()
+        _say(f"ERROR: {message}")
+        _leave(1)
+    _shut_down()
+
+
+def _is_users(error: Exception) -> bool:
+    from megatron.training.callbacks.interval_log import NonFiniteError
+
+    return isinstance(error, (*USERS_FAULTS, NonFiniteError))
+
+
+def _advice(error: Exception) -> str:
+    if type(error).__name__ == "OutOfMemoryError":
+        return f". Peak so far: {device.peak_memory_bytes() / 2**30:.1f} GiB; a smaller --micro-batch-size or --seq-length needs less"
+    return ""
+
+
+def _say(message: str) -> None:
+    sys.stdout.flush()
+    print_line(message, sys.stderr)
+
+
+def _shut_down() -> None:
+    """Leave the process as it was before: groups, counters and globals gone."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    unset_num_microbatches_calculator()
+    unset_global_variables()
+    phase.reset()
+
+
+def _leave(code: int) -> None:
+    """End now. A process group is not torn down: its peers may be waiting in a collective that will never come."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    _shut_down()
+    raise SystemExit(code)

@@ -1,0 +1,88 @@
+"""From a checked command line to a process that can build a model: device, process groups, seeds, globals."""
+
+import argparse
+import logging
+import os
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import device, parallel_state
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.timers import Timers
+from megatron.training import global_vars, phase
+from megatron.training.arguments import parse_args, validate_args
+
+PIPELINE_SEED_STRIDE = 100  # stages draw other dropout masks
+
+
+def initialize_megatron(
+    extra_args_provider: Callable | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    parsed_args: argparse.Namespace | None = None,
+) -> argparse.Namespace:
+    """Parse and check the command line (unless `parsed_args` is given), then start everything that needs no model.
+
+    Raises UsageError with every problem of the command line, before any process group exists.
+    """
+    args = parsed_args
+    if args is None:
+        args = parse_args(extra_args_provider)
+        validate_args(args, args_defaults or {})
+    global_vars.set_args(args)
+    level = args.logging_level if args.logging_level is not None else os.environ.get("MEGATRON_LOGGING_LEVEL", "")
+    if str(level).isdigit():
+        logging.getLogger().setLevel(int(level))
+    start_processes(args)
+    set_random_seed(args.seed)
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        False,
+    )
+    timers = Timers(args.timing_log_level, args.timing_log_option)
+    global_vars.set_global("timers", timers)
+    if args.timing_log_level > 0:
+        phase.time_with(timers)
+    return args
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    """Choose the device and create the default process group and the model-parallel groups."""
+    device.set_device(device.local_rank())
+    if not device.has_accelerator() and "OMP_NUM_THREADS" not in os.environ and args.world_size == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    if not dist.is_initialized():
+        store = dist.HashStore() if args.world_size == 1 else None  # one process meets nobody: no port is opened
+        dist.init_process_group(
+            backend="gloo" if args.distributed_backend == "gloo" else device.distributed_backend(),
+            store=store,
+            rank=args.rank,
+            world_size=args.world_size,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed every generator. Data-parallel ranks share seeds; pipeline stages do not, nor, inside the tracker, tensor-parallel ranks."""
+    seed = seed + PIPELINE_SEED_STRIDE * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    device.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

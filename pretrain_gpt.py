@@ -1,0 +1,101 @@
+"""Pretrain a GPT: torchrun --nproc-per-node N pretrain_gpt.py --num-layers ... (README has a whole line; --help lists every flag).
+
+This file is what one step is made of: which datasets, which model, what a batch is, what the loss is. `pretrain` does the rest:
+command line, processes, optimizer, loop, checkpoints, logs.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.core import device
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) -> list[Any]:
+    """The training, validation and test sets; each sample is a window of seq_length tokens cut from shuffled documents."""
+    args = get_args()
+    config = gpt_dataset_config_from_args(args, get_tokenizer())
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset_class, train_valid_test_num_samples, lambda: True, config).build()
+
+
+train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds; the builder orders them
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> GPTModel:
+    """The part of the model that this rank holds, in fp32 on the device it trains on, with its initial weights."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    config.logical_vocab_size = get_tokenizer().vocab_size
+    use_te = args.transformer_impl == "transformer_engine"
+    with torch.device(device.current_device()):
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+
+
+def get_batch(data_iterator: Iterator) -> Batch:
+    """The next micro batch on the device: tokens, labels, loss mask, attention mask (None: causal alone), positions, each [b, s]."""
+    data = next(data_iterator)
+    where = device.current_device()
+
+    def get(name: str) -> torch.Tensor | None:
+        return data[name].to(where, non_blocking=True) if name in data else None
+
+    tokens, labels, loss_mask, positions = get("tokens"), get("labels"), get("loss_mask"), get("position_ids")
+    assert tokens is not None and labels is not None and loss_mask is not None and positions is not None
+    return tokens, labels, loss_mask, get("attention_mask"), positions
+
+
+def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses per token [b, s] to (sum over the tokens that count, their number, what to log). A masked token contributes nothing.
+
+    The caller divides: by the tokens of the micro batch, or, with --calculate-per-token-loss, by those of the global batch.
+    """
+    mask = loss_mask.view(-1).float()
+    # where, not a product: the loss of a masked token may be infinite, and 0 x inf is not 0
+    total = torch.where(mask > 0, losses.view(-1).float() * mask, 0.0).sum()
+    num_tokens = mask.sum()
+    return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
+
+
+def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
+    """One micro batch through the model: losses per token, and how to make a loss of them."""
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
+    losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return losses, partial(loss_func, loss_mask)
+
+
+if __name__ == "__main__":
+    pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)

@@ -1,0 +1,1 @@
+"""Whole trainings, from the command line to the files they leave."""

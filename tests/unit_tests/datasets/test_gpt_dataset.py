@@ -1,0 +1,194 @@
+"""GPTDataset: the samples of Megatron-LM, masks and positions, the index cache."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset, document_starts, square_mask
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split, get_blend_from_list
+from tests.unit_tests.datasets.corpus import EOD, TOKENIZER, make_config, random_documents, write_corpus
+
+
+def build(config, sizes=(50, 5, 0), cls=GPTDataset):
+    return BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, config).build()
+
+
+def one_dataset(prefix, config, num_samples=None, split=Split.train):
+    low_level = IndexedDataset(prefix)
+    return GPTDataset(low_level, prefix, np.arange(len(low_level), dtype=np.int32), num_samples, split, config)
+
+
+@pytest.mark.parametrize("case", ["single", "blend", "several_epochs", "late_full_epoch", "resets"])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_samples_equal_those_of_megatron_lm(golden, tmp_path, case, mmap):
+    stored = np.load(golden / "samples.npz")
+    setting = json.loads((golden / "samples.json").read_text())[case]
+    resets = setting.get("reset", False)
+    blend = [item if item[0].isdigit() else str(golden / "tokens" / item) for item in setting["blend"]]
+    config = make_config(
+        random_seed=setting["seed"],
+        sequence_length=setting["seq"],
+        blend=get_blend_from_list(blend),
+        split=setting["split"],
+        path_to_cache=str(tmp_path),
+        mmap_bin_files=mmap,
+        reset_position_ids=resets,
+        reset_attention_mask=resets,
+        eod_mask_loss=resets,
+        create_attention_mask=resets,
+    )
+    compared = 0
+    for split, dataset in zip(Split, build(config, setting["sizes"])):
+        name = f"{case}.{split.name}"
+        if f"{name}.len" not in stored:
+            assert dataset is None
+            continue
+        assert len(dataset) == stored[f"{name}.len"]
+        samples = [dataset[int(index)] for index in stored[f"{name}.index"]]
+        for field in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert np.array_equal(torch.stack([sample[field] for sample in samples]).numpy(), stored[f"{name}.{field}"]), (name, field)
+            compared += 1
+    assert compared == 8
+
+
+def test_consecutive_samples_lose_nothing(tmp_path):
+    documents = random_documents(0)
+    dataset = one_dataset(write_corpus(tmp_path / "c", documents), make_config(blend=(["x"], None)))
+    read = [token for document in dataset.document_index for token in [*documents[document], EOD]]
+    for number in range(len(dataset)):
+        position = dataset.shuffle_index.tolist().index(number)
+        sample = dataset[position]
+        text = read[number * 16 : number * 16 + 17]
+        assert sample["tokens"].tolist() == text[:-1] and sample["labels"].tolist() == text[1:]
+    assert len(dataset) == (len(read) - 1) // 16
+
+
+def test_types_and_attention_mask(tmp_path):
+    prefix = write_corpus(tmp_path / "c", random_documents(1))
+    sample = one_dataset(prefix, make_config(blend=([prefix], None), create_attention_mask=True))[0]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in sample.items()} == {
+        "tokens": (torch.int64, (16,)),
+        "labels": (torch.int64, (16,)),
+        "loss_mask": (torch.float32, (16,)),
+        "position_ids": (torch.int64, (16,)),
+        "attention_mask": (torch.bool, (1, 16, 16)),
+    }
+    assert torch.equal(sample["attention_mask"][0], torch.ones(16, 16, dtype=torch.bool).triu(1))
+
+
+def test_resets_against_a_plain_loop():
+    tokens = np.array([5, EOD, 6, 7, EOD, EOD, 8, EOD])
+    starts = document_starts(tokens, EOD)
+    assert starts.tolist() == [0, 0, 2, 2, 2, 5, 6, 6]
+    mask = square_mask(starts)[0]
+    for query in range(8):
+        for key in range(8):
+            assert mask[query, key].item() == (key > query or EOD in tokens[key:query].tolist())
+
+
+def test_masks_are_not_shared_between_samples(tmp_path):
+    prefix = write_corpus(tmp_path / "c", random_documents(2))
+    dataset = one_dataset(prefix, make_config(blend=([prefix], None), eod_mask_loss=True, reset_position_ids=True))
+    expected = {key: value.clone() for key, value in dataset[1].items()}
+    for value in dataset[0].values():
+        value.zero_()
+    assert all(torch.equal(value, expected[key]) for key, value in dataset[1].items())
+
+
+def test_padding_is_masked_by_position_not_by_value(tmp_path):
+    # pad is the same id as eod: both real ends keep their loss, only what was filled in has none
+    tokenizer = SimpleNamespace(eod=EOD, pad=EOD, vocab_size=1000, unique_identifiers={})
+    prefix = write_corpus(tmp_path / "c", [[4, 5, 6, 7], [8, 9, 10]])
+    config = make_config(blend=([prefix], None), tokenizer=tokenizer, drop_last_partial_validation_sequence=False)
+    dataset = one_dataset(prefix, config, None, Split.valid)
+    sample = dataset[0]
+    assert len(dataset) == 1
+    assert sample["loss_mask"].tolist() == [1.0] * 8 + [0.0] * 8
+    assert sample["labels"][:8].tolist().count(EOD) == 2 and sample["tokens"][9:].eq(0).all()
+
+
+def test_without_the_extra_token_the_last_position_has_no_loss(tmp_path):
+    prefix = write_corpus(tmp_path / "c", random_documents(3))
+    dataset = one_dataset(prefix, make_config(blend=([prefix], None), add_extra_token_to_sequence=False))
+    sample = dataset[0]
+    assert sample["loss_mask"].tolist() == [1.0] * 15 + [0.0]
+    assert sample["labels"][:-1].tolist() == sample["tokens"][1:].tolist()
+
+
+def test_a_corpus_too_small_is_refused(tmp_path):
+    prefix = write_corpus(tmp_path / "tiny", [[5, 6]])
+    with pytest.raises(ValueError, match=r"tiny: the 1 documents of the train split do not give one sample of 17 tokens"):
+        one_dataset(prefix, make_config(blend=([prefix], None)))
+    assert len(one_dataset(prefix, make_config(blend=([prefix], None)), num_samples=3)) >= 3  # by many epochs
+    empty = str(tmp_path / "empty")
+    builder = IndexedDatasetBuilder(f"{empty}.bin")
+    builder.add_item([])
+    builder.end_document()
+    builder.finalize(f"{empty}.idx")
+    with pytest.raises(ValueError, match=r"empty: .* there is not one token"):
+        one_dataset(empty, make_config(blend=([empty], None)), num_samples=3)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    prefix = write_corpus(tmp_path / "other", random_documents(4))
+    with pytest.raises(ValueError, match=r"other: sample 0 holds ids from .* beyond the model's vocabulary of 200"):
+        one_dataset(prefix, make_config(blend=([prefix], None), vocab_size=200))
+    one_dataset(prefix, make_config(blend=([prefix], None), vocab_size=1000))
+
+
+def cache_files(folder):
+    return sorted(os.listdir(folder))
+
+
+def test_cache_is_written_once_and_used(tmp_path, monkeypatch):
+    prefix = write_corpus(tmp_path / "c", random_documents(5))
+    config = make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "cache"))
+    first = one_dataset(prefix, config, 30)
+    stem = f"{first.unique_description_hash}-GPTDataset-train-"
+    assert cache_files(tmp_path / "cache") == [
+        f"{stem}{name}" for name in ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+    ]
+    description = json.loads((tmp_path / "cache" / f"{stem}description.txt").read_text())
+    assert list(description) == [
+        "class", "dataset_path", "num_samples", "index_split", "random_seed", "sequence_length", "split", "split_matrix", "tokenizer"
+    ]  # fmt: skip
+    monkeypatch.setattr(GPTDataset, "_build_indices", lambda self: pytest.fail("the cache was not used"))
+    assert torch.equal(one_dataset(prefix, config, 30)[7]["tokens"], first[7]["tokens"])
+
+
+@pytest.mark.parametrize("victim", ["document_index.npy", "sample_index.npy", "shuffle_index.npy", "description.txt"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "empty"])
+def test_a_damaged_cache_is_built_again(tmp_path, victim, damage):
+    prefix = write_corpus(tmp_path / "c", random_documents(6))
+    config = make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "cache"))
+    expected = [sample["tokens"].tolist() for sample in map(one_dataset(prefix, config, 30).__getitem__, range(30))]
+    path = next((tmp_path / "cache").glob(f"*{victim}"))
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "remove":
+        path.write_bytes(content[: len(content) // 2] if damage == "truncate" else b"")
+    again = one_dataset(prefix, config, 30)
+    assert [sample["tokens"].tolist() for sample in map(again.__getitem__, range(30))] == expected
+    assert path.read_bytes() == content
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    prefix = write_corpus(tmp_path / "c", random_documents(7))
+    (tmp_path / "file").write_text("")
+    dataset = one_dataset(prefix, make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "file" / "cache")), 30)
+    assert len(dataset) >= 30 and "--data-cache-path" in caplog.text
+
+
+def test_mock_data_needs_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, valid, test = build(make_config(split=None, mock=True, sequence_length=64, vocab_size=1000), (20, 4, 4), MockGPTDataset)
+    assert len(train) >= 20 and len(valid) >= 4 and len(test) >= 4
+    tokens = torch.cat([train[i]["tokens"] for i in range(20)])
+    assert tokens.max() < TOKENIZER.vocab_size and (tokens == EOD).any()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,259 @@
+"""tools/preprocess_data.py as a program: what it writes, what it refuses, and how it dies."""
+
+import contextlib
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "preprocess_data.py"
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+EOD = 1000
+
+
+def run(folder, *arguments, tokenizer=NULL, environment=None):
+    command = [sys.executable, str(TOOL), "--output-prefix", str(folder / "out"), "--workers", "2", *tokenizer, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **(environment or {})})
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def outputs(folder):
+    return sorted(path.name for path in folder.glob("out*"))
+
+
+def read(folder, key="text", level="document"):
+    dataset = IndexedDataset(str(folder / f"out_{key}_{level}"))
+    bounds = dataset.document_indices.tolist()
+    return [[sequence.tolist() for sequence in dataset[begin:end]] for begin, end in itertools.pairwise(bounds)]
+
+
+RECORDS = [{"text": f"{i} {i % 7}" if i % 10 else "", "title": str(i)} for i in range(1000)]
+
+
+@pytest.mark.parametrize("eod", [False, True])
+def test_documents_in_order(tmp_path, eod):
+    source = write_lines(tmp_path / "in.jsonl", RECORDS)
+    result = run(tmp_path, "--input", source, "--json-keys", "text", "title", *(["--append-eod"] if eod else []))
+    assert result.returncode == 0, result.stderr
+    end = [EOD] if eod else []
+    # an empty document stays a document, of no sequence and without EOD
+    assert read(tmp_path) == [[[i, i % 7, *end]] if i % 10 else [] for i in range(1000)]
+    assert read(tmp_path, "title") == [[[i, *end]] for i in range(1000)]
+    assert IndexedDataset(str(tmp_path / "out_text_document")).dtype == "uint16"
+    assert "processed 1000 documents" in result.stderr and "MB/s" in result.stderr and "100 texts were empty" in result.stderr
+    assert len(outputs(tmp_path)) == 4
+
+
+def test_workers_batches_patterns_and_gzip_change_nothing(tmp_path, monkeypatch):
+    lines = [json.dumps({"text": " ".join(str((i * j) % 1000) for j in range(300))}) + "\n" for i in range(2500)]  # several batches
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "all.jsonl").write_text("".join(lines) + "\n\n")
+    for shard in range(5):
+        with gzip.open(tmp_path / f"part{shard}.jsonl.gz", "wt") as file:
+            file.write("".join(lines[shard * 500 : shard * 500 + 500]))
+    assert run(tmp_path / "one", "--input", tmp_path / "one" / "all.jsonl", "--workers", "1").returncode == 0
+    result = run(tmp_path, "--input", tmp_path / "part*.jsonl.gz", "--workers", "3", "--log-interval", "100")
+    assert result.returncode == 0 and "ETA" in result.stderr
+    for suffix in (".bin", ".idx"):
+        name = f"out_text_document{suffix}"
+        assert (tmp_path / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_equals_the_pair_that_megatron_lm_wrote(golden, tmp_path):
+    """Its own tokens, turned back to text, give its own bytes again."""
+    import sentencepiece
+
+    model = str(golden / "tokens" / "sp1000.model")
+    processor = sentencepiece.SentencePieceProcessor(model_file=model)
+    whole = IndexedDataset(str(golden / "tokens" / "kjv_text_document"))
+    stored = [sequence for sequence in whole[:] if processor.unk_id() not in sequence][:20]  # an unknown piece has lost its text
+    texts = [processor.decode(sequence[:-1].tolist()) for sequence in stored]
+    source = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
+    assert run(tmp_path, "--input", source, "--append-eod", tokenizer=tokenizer).returncode == 0
+    assert [document for (document,) in read(tmp_path)] == [sequence.tolist() for sequence in stored]
+
+
+@pytest.mark.parametrize("workers", ["1", "8"])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "1 2', "not a line of JSON"),
+        ('{"txt": "1"}', "has no key 'text' (--json-keys), only 'txt'"),
+        ('["1"]', "a list, each line must be a JSON object"),
+        ('{"text": 5}', "key 'text' holds a int, it must be text"),
+        ('{"text": "1 \\ud800"}', "key 'text' is not valid Unicode"),
+        ('{"text": "1 two"}', "NullTokenizer takes whole numbers"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, workers, line, message):
+    lines = [json.dumps({"text": "1 2 3"})] * 2000
+    lines[1500] = line
+    lines[1700] = "also bad"
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    result = run(tmp_path, "--input", tmp_path / "in.jsonl", "--workers", workers)
+    assert result.returncode == 1
+    assert f"in.jsonl:1501: {message}" in result.stderr and "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1 and outputs(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", "\n\n  \n"])
+def test_no_documents_is_an_error(tmp_path, content):
+    (tmp_path / "in.jsonl").write_text(content)
+    result = run(tmp_path, "--input", tmp_path / "in.jsonl")
+    assert result.returncode == 1 and f"0 documents written from {tmp_path / 'in.jsonl'}" in result.stderr and outputs(tmp_path) == []
+
+
+def test_a_broken_archive_is_named(tmp_path):
+    data = gzip.compress(b'{"text": "1 2"}\n' * 1000)
+    (tmp_path / "in.jsonl.gz").write_bytes(data[:-20])
+    result = run(tmp_path, "--input", tmp_path / "in.jsonl.gz")
+    assert result.returncode == 1 and "in.jsonl.gz:" in result.stderr and "Traceback" not in result.stderr and outputs(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--input", "nowhere.jsonl"], "--input nowhere.jsonl: no such file"),
+        (["--input", "{folder}/in.parquet"], "in.parquet: must be JSON lines"),
+        (["--input", "{folder}/in.jsonl", "--workers", "0"], "--workers 0 must be at least 1"),
+        (["--input", "{folder}/in.jsonl", "--keep-newlines"], "--keep-newlines"),
+        (["--input", "{folder}/in.jsonl", "--json-keys", "a", "a"], "--json-keys a given twice"),
+        (["--input", "{folder}/in.jsonl", "--output-prefix", "/no/such/folder/x"], "--output-prefix /no/such/folder/x"),
+        (["--input", "{folder}/in.jsonl", "--tokenizer-type", "Other"], "--tokenizer-type"),
+    ],
+)
+def test_usage_errors(tmp_path, arguments, message):
+    for name in ("in.jsonl", "in.parquet"):
+        (tmp_path / name).write_text('{"text": "1"}\n')
+    result = run(tmp_path, *(argument.format(folder=tmp_path) for argument in arguments))
+    assert result.returncode == 2 and message in result.stderr and outputs(tmp_path) == []
+
+
+def endless(tmp_path):
+    """A run that goes on until it is ended, out of a pipe; it has begun to write. And its two workers."""
+    pipe = tmp_path / "in.jsonl"
+    os.mkfifo(pipe)
+    command = [sys.executable, str(TOOL), "--input", str(pipe), "--output-prefix", str(tmp_path / "out"), "--workers", "2", *NULL]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def feed():
+        with contextlib.suppress(BrokenPipeError), open(pipe, "wb", buffering=0) as file:
+            while True:
+                file.write(b'{"text": "1 2 3"}\n' * 60_000)
+                time.sleep(0.05)
+
+    threading.Thread(target=feed, daemon=True).start()
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("out*.tmp")))
+    return process, children(process.pid)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+def wait_for(condition):
+    deadline = time.time() + 20
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def test_the_death_of_a_worker_is_noticed_and_named(tmp_path):
+    process, (victim, _) = endless(tmp_path)
+    os.kill(victim, signal.SIGKILL)
+    started = time.time()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1 and time.time() - started < 10
+    assert f"worker {victim} died by signal 9" in errors and "memory" in errors and "Traceback" not in errors
+    assert outputs(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(tmp_path, number):
+    process, workers = endless(tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1 and f"stopped by {number.name}" in errors and "Traceback" not in errors
+    assert outputs(tmp_path) == []
+    wait_for(lambda: not any(map(is_running, workers)))
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path):
+    process, workers = endless(tmp_path)
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    wait_for(lambda: not any(map(is_running, workers)))
+    assert not (tmp_path / "out_text_document.bin").exists() and not (tmp_path / "out_text_document.idx").exists()
+
+
+@pytest.fixture(scope="module")
+def punkt(tmp_path_factory):
+    """A folder for NLTK_DATA with a Punkt model that knows no abbreviations."""
+    import nltk
+    from nltk.tokenize import punkt
+
+    folder = tmp_path_factory.mktemp("nltk")
+    nltk.data.path.append(str(folder))  # it writes below its data folders only
+    model = folder / "tokenizers" / "punkt_tab" / "english"
+    model.mkdir(parents=True)
+    punkt.save_punkt_params(punkt.PunktParameters(), str(model))
+    return {"NLTK_DATA": str(folder)}
+
+
+def test_sentences_become_sequences(tmp_path, punkt, golden):
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "They came. They left.\n\nThen  nothing."}, {"text": ""}, {"text": "One"}])
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(golden / "tokens" / "sp1000.model")]
+    arguments = ["--input", source, "--split-sentences", "--append-eod"]
+    result = run(tmp_path, *arguments, tokenizer=tokenizer, environment=punkt)
+    assert result.returncode == 0, result.stderr
+    documents = read(tmp_path, level="sentence")
+    assert [len(document) for document in documents] == [3, 0, 1]
+    assert [sequence[-1] == 2 for sequence in documents[0]] == [False, False, True]  # EOD once a document
+
+
+def test_sentences_keep_their_white_space(punkt, monkeypatch):
+    monkeypatch.setenv("NLTK_DATA", punkt["NLTK_DATA"])
+    program = f"""
+import sys; sys.path.insert(0, {str(TOOL.parent)!r})
+from preprocess_data import sentence_splitter
+text = " They came. They left.\\n\\nThen  nothing. "
+assert "".join(sentence_splitter("english", True)(text)) == text
+assert sentence_splitter("english", True)(text)[1] == "They left.\\n\\n"
+assert sentence_splitter("english", False)(text) == [" They came.", "They left.", "Then  nothing."]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_missing_sentence_model_is_said(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "1"}])
+    result = run(tmp_path, "--input", source, "--split-sentences", "--lang", "klingon", environment={"NLTK_DATA": str(tmp_path)})
+    assert result.returncode == 1 and "no Punkt model for --lang klingon; set NLTK_DATA" in result.stderr and outputs(tmp_path) == []
+
+
+def test_torch_is_never_imported(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    source = write_lines(tmp_path / "in.jsonl", RECORDS)
+    result = run(tmp_path, "--input", source, environment={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 0, result.stderr

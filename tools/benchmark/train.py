@@ -1,0 +1,96 @@
+"""Run a named configuration through the trainer and print what it reaches: `python tools/benchmark/train.py gpt345m`.
+
+The command is the one that a user would type, on mock data; times are read from its --metrics-file. Printed: seconds from launch to the
+end of the first iteration, then medians of the last 10 of 20 iterations (ms, TFLOP/s per GPU, MFU, tokens per second) and peak memory.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST = 10
+
+COMMON = (
+    "--mock-data --tokenizer-type NullTokenizer --no-create-attention-mask-in-dataloader --lr 1e-4 --lr-decay-style constant "
+    "--clip-grad 1.0 --weight-decay 0.1 --attention-dropout 0 --hidden-dropout 0 --bf16 --transformer-impl local --log-interval 1 "
+    "--log-throughput --eval-iters 0"
+)
+# name -> (script, flags); see docs/performance.md for the peer's numbers on the same shapes
+CONFIGURATIONS = {
+    "gpt345m": (
+        "pretrain_gpt.py",
+        "--num-layers 24 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --seq-length 2048 "
+        "--max-position-embeddings 2048 --micro-batch-size 8 --global-batch-size 32 --vocab-size 50256",
+    ),
+    "llama8L": (
+        "pretrain_llama.py",
+        "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+        "--num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 --rotary-base 500000 "
+        "--micro-batch-size 1 --global-batch-size 4 --vocab-size 128255",
+    ),
+    "tiny": (
+        "pretrain_gpt.py",
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+        "--micro-batch-size 2 --global-batch-size 4 --vocab-size 255",
+    ),
+}
+
+
+def run(name: str, iterations: int, processes: int, extra: list[str]) -> dict:
+    """Run it and return the numbers. The trainer's own output goes to ours."""
+    script, flags = CONFIGURATIONS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(iterations)]
+        command += ["--metrics-file", str(metrics), *extra]
+        print("$ " + shlex.join(command), flush=True)
+        started = time.time()
+        process = subprocess.Popen(command, cwd=ROOT)
+        first = None
+        while process.poll() is None:
+            if first is None and metrics.exists() and metrics.stat().st_size:
+                first = time.time() - started
+            time.sleep(0.05)
+        if process.returncode:
+            sys.exit(f"{name} ended with code {process.returncode}")
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    last = [row for row in rows if "elapsed_ms" in row][-LAST:]
+
+    def median(key: str) -> float | None:
+        values = [row[key] for row in last if row[key] is not None]
+        return statistics.median(values) if values else None
+
+    return {
+        "name": name,
+        "processes": processes,
+        "seconds_to_first_iteration": first,
+        **{key: median(key) for key in ("elapsed_ms", "tflops", "mfu", "tokens_per_second")},
+        "peak_memory_gib": max(row["memory"] for row in last) / 2**30,
+        "last_loss": last[-1]["lm_loss"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(CONFIGURATIONS))
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--json", help="write the numbers to this file too")
+    options, extra = parser.parse_known_args()
+    numbers = run(options.name, options.iterations, options.processes, extra)
+    if options.json:
+        Path(options.json).write_text(json.dumps(numbers, indent=1))
+    for key, value in numbers.items():
+        print(f"{key:>28}: {value:,.3f}" if isinstance(value, float) else f"{key:>28}: {value}")
+
+
+if __name__ == "__main__":
+    main()
