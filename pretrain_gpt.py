@@ -1,7 +1,8 @@
 """Pretrain a GPT: torchrun --nproc-per-node N pretrain_gpt.py --num-layers ... (README has a whole line; --help lists every flag).
 
-This file is what one step is made of: which datasets, which model, what a batch is, what the loss is. `pretrain` does the rest:
-command line, processes, optimizer, loop, checkpoints, logs.
+This file is what one step is made of: which datasets, which model, what a batch is, what the loss is. `pretrain` does the rest: command
+line, processes, optimizer, loop, checkpoints, logs. A step (megatron/training/train_step.py) calls `forward_step` for each micro batch,
+normalises its loss and runs it backward (core/pipeline_parallel/schedules.py), reduces the gradients, and updates the weights.
 """
 
 from collections.abc import Iterator

@@ -105,6 +105,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.files = find_files(args.input)
     except InputError as error:
         parser.error(str(error))
+    missing = [f"--{name.replace('_', '-')}" for name in TOKENIZER_TYPES[args.tokenizer_type] if getattr(args, name) is None]
+    if missing:
+        parser.error(f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}")
     if not Path(args.output_prefix).absolute().parent.is_dir():
         parser.error(f"--output-prefix {args.output_prefix}: the folder {Path(args.output_prefix).absolute().parent} does not exist")
     return args

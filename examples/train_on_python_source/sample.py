@@ -12,33 +12,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from megatron.core import dist_checkpointing
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core import device, dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.checkpointing import find_checkpoint
+from megatron.training.data import build_tokenizer_from_args
+from megatron.training.global_vars import set_args, set_global
+from pretrain_gpt import model_provider
 
 
 def load(folder: str) -> tuple[GPTModel, Any, argparse.Namespace]:
-    """(model in fp32 on the CPU, tokenizer, the arguments it was trained with)."""
+    """(model in fp32, tokenizer, the arguments it was trained with)."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         sys.exit(f"--checkpoint {folder}: there is no checkpoint in it (no latest_checkpointed_iteration.txt)")
     args = dist_checkpointing.load_common_state_dict(checkpoint)["args"]
     args.bf16 = args.fp16 = False
-    tokenizer = build_tokenizer(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model)
-    config = core_transformer_config_from_args(args)
-    config.perform_initialization = False
-    model = GPTModel(
-        config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
-        args.padded_vocab_size,
-        args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base,
-    )
+    set_args(args)
+    tokenizer = build_tokenizer_from_args(args)
+    set_global("tokenizer", tokenizer)
+    model = model_provider()
     dist_checkpointing.load(model.sharded_state_dict(), checkpoint)
     return model.eval(), tokenizer, args
 
@@ -49,8 +41,8 @@ def generate(
 ) -> list[int]:
     """`ids` and up to `count` more, each drawn from the `top_k` likeliest; it ends where the document does."""
     for _ in range(count):
-        context = torch.tensor([ids[-window:]])
-        logits = model(context, torch.arange(context.shape[1])[None], None)[0, -1, :vocab_size].float()
+        context = torch.tensor([ids[-window:]], device=device.current_device())
+        logits = model(context, torch.arange(context.shape[1], device=context.device)[None], None)[0, -1, :vocab_size].float()
         best = torch.topk(logits / temperature, top_k)
         drawn = int(best.indices[torch.multinomial(best.values.softmax(0), 1)])
         if drawn == eod:

@@ -3,9 +3,9 @@
 A process has one device: the accelerator that `set_device` chose, or the CPU.
 """
 
-import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -17,6 +17,10 @@ PEAK_TFLOPS: dict[str, dict[torch.dtype, float]] = {
     "H100": {torch.bfloat16: 989.0, torch.float16: 989.0, torch.float32: 67.0},
     "A100": {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19.5},
 }
+
+
+# Elements of the blocks that row-wise work on large tensors goes by: a CPU's cache holds one, a GPU's launch costs little beside one.
+BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 27}
 
 
 def has_accelerator() -> bool:
@@ -31,6 +35,16 @@ def device_type() -> str:
 def current_device() -> torch.device:
     """The device that parameters and batches live on."""
     return torch.device("cuda", torch.cuda.current_device()) if has_accelerator() else torch.device("cpu")
+
+
+def on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lives on a GPU: NCCL reduces it, and its matrix products can write fp32 from half precision."""
+    return tensor.is_cuda
+
+
+def block_elements(tensor: torch.Tensor) -> int:
+    """Elements of a block for work on the tensor that goes block by block."""
+    return BLOCK_ELEMENTS.get(tensor.device.type, 1 << 24)
 
 
 def set_device(local_rank: int) -> torch.device:
@@ -114,6 +128,15 @@ def manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@contextmanager
+def seeded(where: torch.device, seed: int) -> Iterator[None]:
+    """Run with the default generators of the CPU and of the device `where` seeded, then put their states back."""
+    devices = [] if where.type == "cpu" else [where]
+    with torch.random.fork_rng(devices=devices, device_type="cuda" if where.type == "cpu" else where.type):
+        torch.manual_seed(seed)
+        yield
+
+
 def profiler_range(name: str) -> AbstractContextManager:
     """A named range for profilers; nothing when there is no accelerator."""
     return torch.cuda.nvtx.range(name) if has_accelerator() else nullcontext()
@@ -133,8 +156,3 @@ class Stopwatch:
         if reset:
             self.started = now
         return seconds
-
-
-def local_rank() -> int:
-    """This process's rank on its host, from torchrun's or SLURM's environment."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))

@@ -6,25 +6,22 @@ def model_flops(
     num_layers: int,
     hidden_size: int,
     num_attention_heads: int,
+    num_query_groups: int,
+    kv_channels: int,
+    ffn_hidden_size: int,
     seq_length: int,
     vocab_size: int,
-    ffn_hidden_size: int | None = None,
-    num_query_groups: int | None = None,
-    kv_channels: int | None = None,
     gated_linear_unit: bool = False,
     causal: bool = True,
 ) -> float:
     """FLOPs of forward and backward for one sample of `seq_length` tokens; vocab_size with its padding.
 
     A product of [m, k] and [k, n] counts 2 m k n, and the backward twice the forward. Causal attention counts half of its square, as in
-    Megatron's log. Norms, activations, softmax, embedding lookups and recompute do not count. None: the same defaults as TransformerConfig.
+    Megatron's log. Norms, activations, softmax, embedding lookups and recompute do not count.
     """
-    ffn = 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
-    groups = num_attention_heads if num_query_groups is None else num_query_groups
-    head_dim = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-    width = num_attention_heads * head_dim
-    qkv_and_proj = hidden_size * (width + 2 * groups * head_dim) + width * hidden_size
+    width = num_attention_heads * kv_channels
+    qkv_and_proj = hidden_size * (width + 2 * num_query_groups * kv_channels) + width * hidden_size
     scores_and_context = 2 * seq_length * width * (0.5 if causal else 1.0)
-    mlp = (3 if gated_linear_unit else 2) * hidden_size * ffn
+    mlp = (3 if gated_linear_unit else 2) * hidden_size * ffn_hidden_size
     per_token = num_layers * (qkv_and_proj + scores_and_context + mlp) + hidden_size * vocab_size
     return 3 * 2 * seq_length * per_token

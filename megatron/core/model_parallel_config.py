@@ -6,10 +6,42 @@ from typing import Any
 
 import torch
 
+from megatron.core.utils import unbuilt_fields, unbuilt_problems
+
+_USED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "sequence_parallel",
+    "perform_initialization",
+    "use_cpu_initialization",
+    "init_seed",
+    "fp16",
+    "bf16",
+    "params_dtype",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "no_sync_func",
+    "gradient_accumulation_fusion",
+)
+# Read by no module of core, and rightly: whatever they are, the same is computed.
+ANY_VALUE = (
+    "expert_tensor_parallel_size",  # parallel_state is told the sizes of its groups; no dense layer uses this one
+    "pipeline_dtype",  # of what stages send each other
+    "deallocate_pipeline_outputs",  # of what was sent to the next stage
+    "cross_entropy_loss_fusion",  # there is one cross-entropy, and it is fused
+    "timers",  # the training loop times its phases itself
+    "barrier_with_L1_time",
+)
+
 
 @dataclass
 class ModelParallelConfig:
-    """Names and defaults are Megatron's. Raises ValueError with every problem that `problems` finds."""
+    """Names and defaults are Megatron's.
+
+    Raises ValueError with every problem that `problems` finds, among them each field that nothing implements yet and that is not at its
+    default.
+    """
 
     # Sizes of the axes, in ranks.
     tensor_model_parallel_size: int = 1
@@ -65,8 +97,6 @@ class ModelParallelConfig:
             self.params_dtype = torch.bfloat16
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
-        if self.microbatch_group_size_per_vp_stage is None:
-            self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
         problems = self.problems()
         if problems:
             raise ValueError("; ".join(problems))
@@ -89,18 +119,7 @@ class ModelParallelConfig:
             found.append("sequence_parallel needs tensor_model_parallel_size > 1, which is 1; turn it off or split over 2 ranks")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             found.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, which is 1; leave it unset")
-        if self.cross_entropy_fusion_impl not in ("native", "te"):
-            found.append(f"cross_entropy_fusion_impl {self.cross_entropy_fusion_impl!r} must be 'native' or 'te'")
-        return found + [f"{name} is not supported yet; leave it at its default" for name in self._not_supported()]
+        return found + unbuilt_problems(self, UNBUILT)
 
-    def _not_supported(self) -> list[str]:
-        """Settings that are known by name and refused, so that none is silently without effect."""
-        checks = {
-            "context_parallel_size > 1": self.context_parallel_size > 1,
-            "expert_model_parallel_size > 1": self.expert_model_parallel_size > 1,
-            "delay_wgrad_compute": self.delay_wgrad_compute,
-            "tp_comm_overlap": self.tp_comm_overlap,
-            "cross_entropy_fusion_impl 'te'": self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te",
-            "num_microbatches_with_partial_activation_checkpoints": self.num_microbatches_with_partial_activation_checkpoints is not None,
-        }
-        return [name for name, used in checks.items() if used]
+
+UNBUILT = unbuilt_fields(ModelParallelConfig, _USED + ANY_VALUE)

@@ -4,9 +4,11 @@ Calculators are plain objects; the module keeps one for those who call the funct
 Units: batch sizes and `consumed_samples` count samples (sequences), thresholds of a step schedule count tokens.
 """
 
+import functools
 import logging
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -181,15 +183,20 @@ def parse_step_batch_size_schedule(text: str) -> list[tuple[int, int]]:
 
 def build_num_microbatches_calculator(
     rank: int,
-    rampup_batch_size: list[int] | None,
-    global_batch_size: int | None,
-    micro_batch_size: int,
-    data_parallel_size: int,
+    rampup_batch_size: list[int] | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    data_parallel_size: int | None = None,
     decrease_batch_size_if_needed: bool = False,
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> NumMicroBatchesCalculator:
-    """The calculator that these settings mean. A ramp is [start, increment, samples]; no global batch size means one micro batch."""
+    """The calculator that these settings mean. A ramp is [start, increment, samples]; no global batch size means one micro batch.
+
+    Raises ValueError for settings that exclude each other, and for sizes that are missing or do not divide.
+    """
+    if micro_batch_size is None or data_parallel_size is None:
+        raise ValueError("micro batch size and data parallel size must be given")
     if rampup_batch_size is not None and step_batch_size_schedule is not None:
         raise ValueError("a batch ramp-up and a step batch size schedule were both given: keep one of them")
     if global_batch_size is None:
@@ -215,6 +222,7 @@ def build_num_microbatches_calculator(
     )
 
 
+Settings = ParamSpec("Settings")
 _GLOBAL_NUM_MICROBATCHES_CALCULATOR: NumMicroBatchesCalculator | None = None
 
 
@@ -223,42 +231,24 @@ def _calculator() -> NumMicroBatchesCalculator:
     return _GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 
-def init_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None,
-    global_batch_size: int | None,
-    micro_batch_size: int,
-    data_parallel_size: int,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> None:
-    """Make this process's calculator. An error when there is one: see reconfigure_num_microbatches_calculator."""
-    assert _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None, "the micro-batch calculator is initialized already; use reconfigure or unset it"
-    reconfigure_num_microbatches_calculator(
-        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size,
-        decrease_batch_size_if_needed, step_batch_size_schedule, seq_length,
-    )  # fmt: skip
+def _keep(build: Callable[Settings, NumMicroBatchesCalculator], doc: str, *, replace: bool) -> Callable[Settings, None]:
+    """A function of `build`'s parameters that makes what it builds this process's calculator."""
+
+    @functools.wraps(build, assigned=())
+    def keep(*args: Settings.args, **kwargs: Settings.kwargs) -> None:
+        global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        taken = _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None and not replace
+        assert not taken, "the micro-batch calculator is initialized already; use reconfigure or unset it"
+        _GLOBAL_NUM_MICROBATCHES_CALCULATOR = build(*args, **kwargs)
+
+    keep.__doc__ = doc
+    return keep
 
 
-def reconfigure_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    data_parallel_size: int | None = None,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> None:
-    """Replace this process's calculator. Raises ValueError for sizes that do not divide."""
-    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    if micro_batch_size is None or data_parallel_size is None:
-        raise ValueError("micro batch size and data parallel size must be given")
-    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = build_num_microbatches_calculator(
-        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size,
-        decrease_batch_size_if_needed, step_batch_size_schedule, seq_length,
-    )  # fmt: skip
+init_num_microbatches_calculator = _keep(
+    build_num_microbatches_calculator, "Make this process's calculator. An error when there is one.", replace=False
+)
+reconfigure_num_microbatches_calculator = _keep(build_num_microbatches_calculator, "Replace this process's calculator.", replace=True)
 
 
 def unset_num_microbatches_calculator() -> None:

@@ -183,6 +183,10 @@ class OptimizerParamScheduler:
                 if old in saved:
                     saved.setdefault(key, saved[old])
         schedule = {key: saved[key] for key in (*_LR_KEYS, *_WD_KEYS) if key in saved}
+        if saved.get("lr_decay_style") == self.lr_decay_style == "constant":
+            schedule.pop("lr_decay_steps", None)  # a length that nothing reads
+        if saved.get("wd_incr_style") == self.wd_incr_style == "constant":
+            schedule.pop("wd_incr_steps", None)
         differing = {key: value for key, value in schedule.items() if getattr(self, key) != value}
         if differing and not (self.override or self.use_checkpoint):
             listed = "; ".join(f"{key} is {getattr(self, key)} here and {value} there" for key, value in differing.items())

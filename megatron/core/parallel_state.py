@@ -68,7 +68,7 @@ def initialize_model_parallel(
     }
     for name, value in refused.items():
         if value:
-            raise ValueError(f"{name} {value!r} is not supported; leave it at its default")
+            raise ValueError(f"{name} {value!r} is not built yet; leave it out")
     distributed = dist.is_initialized()
     layout = make_layout(
         local_world_size or (dist.get_world_size() if distributed else 1),
@@ -112,11 +112,6 @@ def is_initialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     return _state is not None
-
-
-def get_layout() -> Layout:
-    """The rank grids; those of a single rank before initialization."""
-    return make_layout(1) if _state is None else _state.layout
 
 
 def all_groups() -> dict[str, Any]:

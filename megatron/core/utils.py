@@ -1,5 +1,7 @@
 """Small helpers that every folder of core uses. A process group of None means "alone": size 1, rank 0."""
 
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,6 +25,42 @@ def get_pg_size(group: Group = None) -> int:
 def get_pg_rank(group: Group = None) -> int:
     """This process's rank in `group`; 0 for None."""
     return 0 if group is None or not dist.is_initialized() else group.rank()
+
+
+def world_is_initialized() -> bool:
+    """Whether this process is one of a world of torch.distributed, be it of one."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_world_rank() -> int:
+    """This process's rank in the world; 0 without torch.distributed."""
+    return dist.get_rank() if world_is_initialized() else 0
+
+
+def strip_wrapper_prefix(name: str) -> str:
+    """A parameter's name in the innermost module, from its name in wrappers such as DDP and Float16Module."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def unbuilt_fields(config_class: Any, used: Iterable[str]) -> dict[str, Any]:
+    """Name -> default of the fields that the dataclass itself declares and that are not among the `used` ones."""
+    own = {field.name: field.default for field in fields(config_class) if field.name in config_class.__annotations__}
+    used = set(used)
+    assert used <= own.keys(), f"{config_class.__name__} does not declare {sorted(used - own.keys())}"
+    return {name: default for name, default in own.items() if name not in used}
+
+
+def unbuilt_problems(config: Any, unbuilt: dict[str, Any]) -> list[str]:
+    """A sentence for each field of `unbuilt` (from unbuilt_fields) that is not at its default; None, False and empty are the same."""
+    given = [(name, getattr(config, name), default) for name, default in unbuilt.items()]
+    kind = type(config).__name__
+    return [
+        f"{kind}.{name} = {value!r} is not built yet; leave it at {default!r}"
+        for name, value, default in given
+        if value != default and (value or default)
+    ]
 
 
 def get_tensor_model_parallel_group_if_none(tp_group: Group, is_expert: bool = False, check_initialized: bool = True) -> Group:

@@ -103,6 +103,8 @@ def _add_flag(group: Any, field: dataclasses.Field) -> None:
     notes = [meta["unit"]] if meta["unit"] else []
     if meta["built"] is not None and (missing := [c for c in meta["choices"] if c not in meta["built"]]):
         notes.append("not yet: " + ", ".join(missing))
+    if meta["no_effect"]:
+        notes.append(f"no effect: {meta['no_effect']}")
     kind = value_type(field)
     if kind is not bool and default is not None:
         notes.append(f"default: {getattr(default, 'name', default)}")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.core import optional_imports
+from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.training import flag_aliases
 from megatron.training.argument_utils import (
     CheckedLine,
@@ -27,6 +28,7 @@ from megatron.training.argument_utils import (
     yaml_tokens,
 )
 from megatron.training.config import checks, checks_files, checks_layout
+from megatron.training.config.checks import was_given
 from megatron.training.config.fields import ARCHITECTURE
 
 __all__ = [
@@ -125,11 +127,6 @@ def _from_environment(*names: str, default: int) -> int:
     return next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdigit()), default)
 
 
-def was_given(args: argparse.Namespace, dest: str) -> bool:
-    """Whether the user gave this flag (on the command line or in YAML), also when it repeats the default."""
-    return args.provenance.get(dest) in ("command line", "yaml")
-
-
 def validate_args(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
     """Apply the script's `defaults` where the user gave nothing, fill in what follows from other flags, and check everything.
 
@@ -176,9 +173,11 @@ def derive(args: argparse.Namespace) -> None:
 
     hidden, heads = args.hidden_size, args.num_attention_heads
     if hidden and hidden > 0:
-        fill("ffn_hidden_size", max(64, int(hidden * 8 / 3) // 64 * 64) if args.swiglu or args.quick_geglu else 4 * hidden)
-        if heads and heads > 0 and hidden % heads == 0:
-            fill("kv_channels", hidden // heads)
+        # as Megatron-LM's command line: of the gated activations --swiglu alone narrows the default (three matrices of 8/3 x hidden
+        # have as many parameters as two of 4 x hidden), --quick-geglu keeps 4 x hidden
+        fill("ffn_hidden_size", default_ffn_hidden_size(hidden, gated=args.swiglu))
+        if heads and heads > 0:
+            fill("kv_channels", default_kv_channels(hidden, heads))
     args.data_parallel_size = checks_layout.data_parallel_size(args)
     if args.micro_batch_size and args.data_parallel_size:
         fill("global_batch_size", args.micro_batch_size * args.data_parallel_size)
@@ -200,6 +199,7 @@ def derive(args: argparse.Namespace) -> None:
         fill("wandb_save_dir", os.path.join(args.save, "wandb"))
     fill("expert_tensor_parallel_size", args.tensor_model_parallel_size)
     args.virtual_pipeline_model_parallel_size = checks_layout.virtual_stages(args)
+    # read nowhere here: a name that scripts written for Megatron-LM use
     args.transformer_pipeline_model_parallel_size = args.pipeline_model_parallel_size
     args.variable_seq_lengths = False
     args.params_dtype = None  # a torch.dtype from finalize_args on
@@ -317,6 +317,9 @@ def apply_checkpoint_args(args: argparse.Namespace, checkpoint_args: Mapping[str
     An explicit flag wins over the checkpoint, which wins over the default; the model's architecture must not contradict it.
     Returns lines that say what was taken and what was overridden. Raises UsageError for contradictions, with both values.
     """
+    args.checkpoint_args_applied = True
+    if not checkpoint_args:
+        return [f"no checkpoint in --load {args.load}: --use-checkpoint-args takes nothing from it"]
     problems = architecture_conflicts(args, checkpoint_args)
     if problems:
         raise UsageError(problems)
@@ -332,7 +335,6 @@ def apply_checkpoint_args(args: argparse.Namespace, checkpoint_args: Mapping[str
             args.provenance[dest] = "checkpoint"
         elif saved != getattr(args, dest):
             kept.append(f"{checks.name_of(dest)} {checks.text_of(getattr(args, dest))} overrides the checkpoint's {checks.text_of(saved)}")
-    args.checkpoint_args_applied = True
     return ([f"from the checkpoint: {', '.join(taken)}"] if taken else []) + kept
 
 
@@ -414,7 +416,7 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
         "split": args.split,
         "path_to_cache": args.data_cache_path,
         "mock": args.mock_data,
-        "vocab_size": args.padded_vocab_size,
+        "vocab_size": getattr(tokenizer, "vocab_size", args.padded_vocab_size),
         "tokenizer": tokenizer,
         "create_attention_mask": args.reset_attention_mask,  # a causal mask needs no tensor
     }

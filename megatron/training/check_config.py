@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
-import math
 
+from megatron.core.tokenizers.build import vocab_size_with_padding
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.training.config import SECTIONS, checks
 
 GIB = 2**30
@@ -16,10 +17,9 @@ def padded_vocab_size(args: argparse.Namespace) -> int | None:
     if args.vocab_size is None:
         return None
     tokens = args.vocab_size + args.vocab_extra_ids
-    if args.tokenizer_type == "NullTokenizer" and (args.null_tokenizer_eod_id is None or args.null_tokenizer_eod_id == args.vocab_size):
-        tokens += 1  # its end of document
-    unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return math.ceil(tokens / unit) * unit
+    if args.tokenizer_type == "NullTokenizer":
+        tokens = NullTokenizer(args.vocab_size, args.null_tokenizer_eod_id, args.null_tokenizer_pad_id).vocab_size
+    return vocab_size_with_padding(tokens, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
 
 
 def layer_parameters(args: argparse.Namespace) -> int:

@@ -25,40 +25,24 @@ from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_tensor_of
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_world_rank, unwrap_model
 from megatron.training.argument_utils import all_fields
+from megatron.training.checkpoint_names import (
+    RELEASE,
+    TRACKER,
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
+    iteration_of,
+    read_metadata,
+)
 from megatron.training.config.checks import name_of
 from megatron.training.config.fields import ARCHITECTURE
 from megatron.training.phase import phase
 from megatron.training.train_step import TrainState
 from megatron.training.training_log import print_rank_0
 
-TRACKER = "latest_checkpointed_iteration.txt"
 CHECKPOINT_VERSION = 3.0
 UNFINISHED = ".unfinished"  # suffix of a folder that is being written
-
-
-def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-    return os.path.join(checkpoints_path, TRACKER)
-
-
-def get_checkpoint_name(checkpoints_path: str, iteration: int, release: bool = False, return_base_dir: bool = True, **_: Any) -> str:
-    """The folder of one checkpoint."""
-    return os.path.join(checkpoints_path, "release" if release else f"iter_{iteration:07d}")
-
-
-def read_metadata(tracker_filename: str) -> tuple[int, bool]:
-    """(iteration, is it a `release`) of a tracker file. Raises CheckpointError when it holds neither."""
-    text = Path(tracker_filename).read_text().strip()
-    if text == "release":
-        return 0, True
-    if not text.isdigit():
-        raise CheckpointError(f"{tracker_filename} holds {text[:40]!r}: it must be an iteration number or `release`")
-    return int(text), False
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _barrier() -> None:
@@ -78,7 +62,7 @@ def _write_atomically(path: Path, text: str) -> None:
 def prepare_folder(save: str) -> None:
     """Make the folder for checkpoints now: one that cannot be made or written to is no news for the first save, hours later."""
     failure: OSError | None = None
-    if _rank() == 0:
+    if get_world_rank() == 0:
         try:
             Path(save).mkdir(parents=True, exist_ok=True)
             if not os.access(save, os.W_OK | os.X_OK):
@@ -122,10 +106,6 @@ def _rng_object(data: Any) -> ShardedObject:
     return ShardedObject("rng_state", data, sizes, ranks, replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
-def _replica() -> int:
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
-
-
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
     """The model's shards, under `model` as Megatron-LM has them."""
     return {"model": unwrap_model(model[0]).sharded_state_dict()}
@@ -159,7 +139,7 @@ def save_checkpoint(
         final = Path(get_checkpoint_name(save, state.iteration))
         unfinished = final.with_name(final.name + UNFINISHED)
         failure: OSError | None = None
-        if _rank() == 0:
+        if get_world_rank() == 0:
             try:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 for leftover in final.parent.glob(f"iter_*{UNFINISHED}"):  # of a run that was killed while it saved
@@ -181,10 +161,14 @@ def save_checkpoint(
             contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
         if save_rng:
             contents["rng_state"] = _rng_object([rng_state()])
-        dist_checkpointing.save(
-            contents, unfinished, content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        )
-        if _rank() == 0:
+        try:
+            dist_checkpointing.save(
+                contents, unfinished, content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+            )
+        except (OSError, ValueError):
+            shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
+            raise
+        if get_world_rank() == 0:
             try:
                 _publish(unfinished, final)
             except OSError as error:
@@ -219,7 +203,7 @@ def _publish(unfinished: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
     os.rename(unfinished, final)
-    _write_atomically(final.parent / TRACKER, str(int(final.name.removeprefix("iter_"))))
+    _write_atomically(final.parent / TRACKER, str(iteration_of(final)))
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -286,7 +270,7 @@ def load_checkpoint(
 def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any | None, scheduler: Any | None) -> TrainState:
     common = dist_checkpointing.load_common_state_dict(folder)
     iteration = int(common.get("iteration", 0))
-    resume = not args.finetune and folder.name != "release"
+    resume = not args.finetune and folder.name != RELEASE
     with_optimizer = resume and optimizer is not None and not args.no_load_optim
     with_rng = resume and not args.no_load_rng
     wanted: dict[str, Any] = model_state(model)
@@ -305,7 +289,7 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
         else:
             optimizer.reload_model_params()
     if resume and scheduler is not None and "opt_param_scheduler" in common:
-        scheduler.load_state_dict(_schedule(common["opt_param_scheduler"], scheduler))
+        scheduler.load_state_dict(common["opt_param_scheduler"])
     if with_rng and not set_rng_state(loaded["rng_state"][0]):
         print_rank_0("WARNING: the checkpoint's random states are those of another kind of device: dropout goes on with other masks")
     state = _state_from(common, iteration) if resume else TrainState()
@@ -354,13 +338,6 @@ def model_differences(saved: Mapping[str, Any], args: argparse.Namespace) -> lis
         if before != now:
             found.append(f"{name_of(dest)} is {now} here and {before} there")
     return found
-
-
-def _schedule(saved: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    """The saved schedule. A constant weight decay has a length too, that of training, which nothing reads: with it left out a longer
-    training need not be told apart from another schedule."""
-    constant = saved.get("wd_incr_style") == scheduler.wd_incr_style == "constant"
-    return {name: value for name, value in saved.items() if not (constant and name == "wd_incr_steps")}
 
 
 def changes_of_data(saved: Mapping[str, Any], args: argparse.Namespace) -> list[str]:

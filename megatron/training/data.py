@@ -78,11 +78,11 @@ class HeldOutSet:
         self.num_iterations = num_iterations
         self._make_loader = make_loader
         self._whole_set = whole_set
-        self._going_on = None if whole_set else EndlessBatches(make_loader(consumed), name or "validation")
+        self._continuing = None if whole_set else BatchStream(make_loader(consumed), name or "validation")
 
     def batches(self) -> Iterator:
         """What the next evaluation reads."""
-        return self._going_on or EndlessBatches(self._make_loader(0), self.name or "validation")
+        return self._continuing or BatchStream(self._make_loader(0), self.name or "validation")
 
 
 def build_datasets(
@@ -91,6 +91,8 @@ def build_datasets(
     """(training batches, validation sets, test sets), each beginning where the run stands."""
     started = time.monotonic()
     train, valid, test = provider(samples)
+    if train is None and not args.skip_train:
+        raise ValueError(f"there is no training data: --split {args.split} gives training no documents; give it some, such as 969,30,1")
     print_rank_0(f" > built the datasets in {time.monotonic() - started:.1f} s ({samples[0]} training samples asked)")
 
     def loader(dataset: Any, consumed: int) -> Any:
@@ -107,7 +109,7 @@ def build_datasets(
         )
 
     return (
-        EndlessBatches(loader(train, args.consumed_train_samples), "training"),
+        BatchStream(loader(train, args.consumed_train_samples), "training"),
         _held_out(args, "validation", valid, loader, args.consumed_valid_samples),
         _held_out(args, "test", test, loader, 0),
     )
@@ -145,15 +147,15 @@ def _name_of(dataset: Any, place: int) -> str:
     return str(path).rpartition("/")[2] if path else f"set {place}"
 
 
-class EndlessBatches:
-    """An iterator over a loader that says what ran out when it does."""
+class BatchStream:
+    """The micro batches of a loader, which is opened at the first; says what ran out when it does."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
         self.name = name
         self.iterator: Iterator | None = None
 
-    def __iter__(self) -> "EndlessBatches":
+    def __iter__(self) -> "BatchStream":
         return self
 
     def __next__(self) -> Any:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core import device, parallel_state
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.core.utils import get_world_rank
 from megatron.training import phase
 from megatron.training.argument_utils import UsageError
 from megatron.training.arguments import exit_with_usage_error, record_for_elastic
@@ -18,10 +19,6 @@ from megatron.training.training_log import print_line
 
 # What a user can mend: bad values and files. Everything else is a fault of ours and shows its traceback.
 USERS_FAULTS = (ValueError, OSError, MemoryError)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 @contextmanager
@@ -40,7 +37,7 @@ def reported() -> Iterator[None]:
         _say("interrupted: nothing was saved after the last checkpoint")
         _leave(130)
     except Exception as error:
-        message = f"rank {_rank()}, {phase.where()}: {type(error).__name__}: {error}{_advice(error)}"
+        message = f"rank {get_world_rank()}, {phase.where()}: {type(error).__name__}: {error}{_advice(error)}"
         record_for_elastic(message)
         if not _is_users(error):
             traceback.print_exc()

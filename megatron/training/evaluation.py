@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from megatron.training.phase import phase
 from megatron.training.train_step import TrainingRun, sum_reports
-from megatron.training.training_log import print_rank_last, validation_line
 
 
 def evaluate(run: TrainingRun, batches: Iterator, *, num_iterations: int, num_microbatches: int, group: Any) -> dict[str, float]:
@@ -38,8 +37,3 @@ def evaluate(run: TrainingRun, batches: Iterator, *, num_iterations: int, num_mi
         for pair in totals.values():
             dist.all_reduce(pair, group=group)
     return {name: (pair[0] / pair[1].clamp(min=1)).item() for name, pair in totals.items()}
-
-
-def report_evaluation(title: str, losses: dict[str, float]) -> None:
-    """Print the validation line on the rank that logs."""
-    print_rank_last(validation_line(title, losses))

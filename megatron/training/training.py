@@ -1,27 +1,29 @@
-"""`pretrain`: from a script's five functions to a trained model. The loop is `train`; what happens around steps is in callbacks/."""
+"""`pretrain`: from a script's three functions to a trained model.
+
+The loop is `train`; a step is in train_step.py, what happens around steps in callbacks/.
+"""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core import device, parallel_state
+from megatron.core import device
 from megatron.core.enums import ModelType
 from megatron.core.flops import model_flops
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.training import callbacks as cb
 from megatron.training import errors
 from megatron.training.arguments import finalize_args, parse_and_validate
-from megatron.training.callbacks.sinks import open_tensorboard
+from megatron.training.callback_setup import build_callbacks
+from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import checkpoint_args, load_checkpoint, prepare_folder
-from megatron.training.data import HeldOutSet, build_datasets, build_tokenizer_from_args, num_samples, train_iterations
-from megatron.training.global_vars import get_tensorboard_writer, get_timers, set_global
+from megatron.training.data import build_datasets, build_tokenizer_from_args, num_samples, train_iterations
+from megatron.training.global_vars import set_global
 from megatron.training.initialize import initialize_megatron
 from megatron.training.model_setup import setup_model_and_optimizer
 from megatron.training.phase import phase
 from megatron.training.train_step import TrainingRun, train_step
-from megatron.training.training_log import is_last_rank, print_rank_0
+from megatron.training.training_log import print_rank_0
 
 
 def pretrain(
@@ -71,7 +73,7 @@ def _pretrain(
     update_num_microbatches(state.consumed_train_samples, consistency_check=False)
     args.train_iters = train_iterations(args)
     with phase("building the datasets"):
-        batches, valid_sets, test_sets = build_datasets(args, dataset_provider, num_samples(args))
+        batches, validation, test = build_datasets(args, dataset_provider, num_samples(args))
     run = TrainingRun(
         model=model,
         optimizer=optimizer,
@@ -86,18 +88,20 @@ def _pretrain(
         sync_skips=bool(args.fp16),
     )
     with phase("opening the logs"):
-        observers = build_callbacks(args, run, valid_sets)
-    print_rank_0(f"setup took {started.elapsed():.1f} s; training from iteration {state.iteration + 1} of {run.train_iters}")
+        callbacks = build_callbacks(args, validation, test)
+    print_rank_0(f"setup took {started.elapsed():.1f} s")
     try:
         if not args.skip_train and state.iteration < run.train_iters:
-            train(run, batches, observers)
+            print_rank_0(f"training from iteration {state.iteration + 1} to {run.train_iters}")
+            train(run, batches, callbacks)
         elif not args.skip_train:
             print_rank_0(f"nothing to train: iteration {state.iteration} of {run.train_iters} is done (raise --train-iters to go on)")
         if run.stop_reason is None:
-            final_evaluation(args, run, valid_sets, test_sets, observers)
+            for callback in callbacks:
+                callback.on_run_complete(run)
     finally:
-        for observer in observers:
-            observer.close()
+        for callback in callbacks:
+            callback.close()
 
 
 def flops_of_sample(args: argparse.Namespace) -> float:
@@ -107,7 +111,7 @@ def flops_of_sample(args: argparse.Namespace) -> float:
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         kv_channels=args.kv_channels,
         gated_linear_unit=args.swiglu or args.quick_geglu,
         seq_length=args.seq_length,
@@ -115,116 +119,17 @@ def flops_of_sample(args: argparse.Namespace) -> float:
     )
 
 
-def train(run: TrainingRun, batches: Iterator, observers: list[cb.Callback]) -> None:
+def train(run: TrainingRun, batches: Iterator, callbacks: list[Callback]) -> None:
     """The loop: steps until the last iteration, or until a callback sets `run.stop_reason`."""
     for chunk in run.model:
         chunk.train()
-    for observer in observers:
-        observer.on_train_start(run)
+    for callback in callbacks:
+        callback.on_train_start(run)
     while run.state.iteration < run.train_iters and run.stop_reason is None:
         record = train_step(run, batches)
-        for observer in observers:
-            observer.on_step_end(run, record)
-    for observer in observers:
-        observer.on_train_end(run)
+        for callback in callbacks:
+            callback.on_step_end(run, record)
+    for callback in callbacks:
+        callback.on_train_end(run)
     if run.stop_reason is not None:
         print_rank_0(f"exiting program at iteration {run.state.iteration}: {run.stop_reason}")
-
-
-def build_callbacks(args: argparse.Namespace, run: TrainingRun, valid_sets: list[HeldOutSet]) -> list[cb.Callback]:
-    """The run's observers, in the order in which each boundary calls them. The last reader of `args`."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    log = cb.IntervalLog(
-        build_sinks(args) if is_last_rank() else [],
-        interval=args.log_interval,
-        group=group,
-        dtype=args.params_dtype,
-        stop_on_nan=args.check_for_nan_in_loss_and_grad,
-        params_norm=args.log_params_norm,
-        loss_scaling=bool(args.fp16),
-        timers=get_timers(),
-        timers_writer=get_tensorboard_writer() if args.log_timers_to_tensorboard else None,
-    )
-    observers: list[cb.Callback] = [cb.ProgressLine()] if is_last_rank() and sys.stdout.isatty() else []
-    observers.append(log)
-    if valid_sets:
-        observers.append(make_evaluation(args, valid_sets, log))
-    observers.append(
-        cb.ExitConditions(
-            signal_to_catch=args.exit_signal if args.exit_signal_handler else None,
-            interval=args.exit_interval,
-            minutes=args.exit_duration_in_mins,
-        )
-    )
-    if args.save:
-        observers.append(
-            cb.SaveCheckpoints(
-                args.save,
-                args,
-                interval=args.save_interval,
-                with_optimizer=not args.no_save_optim,
-                with_rng=not args.no_save_rng,
-                log=log,
-                keep_progress=args.log_progress,
-            )
-        )
-    if args.manual_gc:
-        observers.append(cb.GarbageCollection(args.manual_gc_interval))
-    return observers
-
-
-def build_sinks(args: argparse.Namespace) -> list[cb.LogSink]:
-    """Where this rank, the one that logs, writes numbers."""
-    sinks: list[cb.LogSink] = [cb.ConsoleSink(throughput=args.log_throughput)]
-    if args.metrics_file:
-        sinks.append(cb.MetricsFileSink(args.metrics_file))
-    if args.tensorboard_dir:
-        writer = open_tensorboard(args.tensorboard_dir, args.tensorboard_queue_size)
-        set_global("tensorboard_writer", writer)
-        sinks.append(
-            cb.TensorBoardSink(
-                writer,
-                interval=args.tensorboard_log_interval,
-                memory=args.log_memory_to_tensorboard,
-                perplexities=args.log_validation_ppl_to_tensorboard,
-                world_size=args.world_size if args.log_world_size_to_tensorboard else None,
-                loss_scale=args.log_loss_scale_to_tensorboard,
-            )
-        )
-    if args.wandb_project:
-        sink = cb.WandbSink(
-            project=args.wandb_project, name=args.wandb_exp_name, entity=args.wandb_entity, folder=args.wandb_save_dir, config=vars(args)
-        )
-        set_global("wandb_writer", sink.wandb)
-        sinks.append(sink)
-    if args.save:
-        sinks.append(cb.PlotCurves(args.save))
-    return sinks
-
-
-def make_evaluation(args: argparse.Namespace, sets: list[HeldOutSet], log: cb.IntervalLog) -> cb.Evaluate:
-    """An Evaluate over the given sets."""
-    return cb.Evaluate(
-        sets,
-        interval=args.eval_interval,
-        num_microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-        global_batch_size=args.global_batch_size,
-        counts_samples=not args.full_validation,
-        group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        tell=log.on_evaluation_end,
-        log=log,
-    )
-
-
-def final_evaluation(
-    args: argparse.Namespace, run: TrainingRun, valid_sets: list[HeldOutSet], test_sets: list[HeldOutSet], observers: list[cb.Callback]
-) -> None:
-    """After training: the validation sets once more, and the test sets."""
-    log = next(observer for observer in observers if isinstance(observer, cb.IntervalLog))
-    for evaluation in [observer for observer in observers if isinstance(observer, cb.Evaluate)]:
-        evaluation.run_all(run, f"iteration {run.state.iteration} on validation set")
-    if test_sets:
-        evaluation = make_evaluation(args, test_sets, log)
-        evaluation.counts_samples = False
-        evaluation.set_kind = "test"
-        evaluation.run_all(run, f"iteration {run.state.iteration} on test set")

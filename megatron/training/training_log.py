@@ -17,11 +17,8 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from megatron.core.utils import get_world_rank
 from megatron.training.train_step import StepRecord
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_last_rank() -> bool:
@@ -30,7 +27,7 @@ def is_last_rank() -> bool:
 
 
 def print_rank_0(message: str, rank: int | None = None) -> None:
-    if (rank if rank is not None else _rank()) == 0:
+    if (rank if rank is not None else get_world_rank()) == 0:
         print_line(message)
 
 

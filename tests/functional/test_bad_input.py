@@ -113,7 +113,7 @@ def test_a_missing_data_file_is_named(corpus: Path, tmp_path: Path, end: str) ->
 def test_ids_beyond_the_vocabulary_are_an_error(corpus: Path, tmp_path: Path, workers: int) -> None:
     """Also when a single document has them, which only a loader's worker reads."""
     large = write_corpus(tmp_path / "large", vocab=500)
-    assert_refused(train(*on(large, f"--num-workers {workers}")), RUN_TIME, str(large), "beyond the model's vocabulary of 128")
+    assert_refused(train(*on(large, f"--num-workers {workers}")), RUN_TIME, str(large), "beyond the vocabulary of 101")
     late = write_corpus(tmp_path / "late", documents=60)
     data = bytearray(Path(f"{late}.bin").read_bytes())
     data[len(data) // 2 + 1] = 3  # an id of 768 and more
@@ -121,7 +121,7 @@ def test_ids_beyond_the_vocabulary_are_an_error(corpus: Path, tmp_path: Path, wo
     result = train(*on(late, f"--num-workers {workers} --train-iters 60 --split 1,0,0"))
     assert result.code == RUN_TIME and "Traceback" not in result.err
     (line,) = result.errors
-    assert str(late) in line and "beyond the model's vocabulary of 128" in line
+    assert str(late) in line and "beyond the vocabulary of 101" in line
 
 
 def test_a_split_without_documents_is_an_error(corpus: Path) -> None:

@@ -26,7 +26,8 @@ PRECISIONS = pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "
 def test_the_run_ends_and_names_the_culprit(corpus: Path, tmp_path: Path, precision: str, poison: str, culprit: str) -> None:
     result = train(*on(corpus, f"{precision} --poison {poison} --train-iters 9 --save {tmp_path}"), script=SCRIPT)
     assert result.code == 1
-    (line,) = result.err.strip().splitlines()
+    *notes, line = result.err.strip().splitlines()
+    assert all("--" in note for note in notes), "beside notes on flags there is one line"
     if (poison, precision) == ("weight", "--bf16"):  # the skipped update gave the weight back from its fp32 copy: it is no culprit now
         culprit = "on rank 0 all parameters are finite, its own lm loss was not"
     assert line.startswith("ERROR: rank 0, phase logging, iteration 3: ") and "iteration 3: lm loss" in line and culprit in line

@@ -31,7 +31,16 @@ def test_formula_counts_what_runs(extra):
     with FlopCounterMode(display=False) as counter:
         model(ids, None, None, labels=ids).sum().backward()
     counted = counter.get_total_flops()
-    assert counted == pytest.approx(model_flops(**SHAPE, **extra, seq_length=32, vocab_size=256, causal=False), rel=1e-6)
+    derived: dict[str, Any] = {name: getattr(config, name) for name in ("num_query_groups", "kv_channels", "ffn_hidden_size")}
+    flops = model_flops(
+        **SHAPE,
+        **derived,
+        gated_linear_unit=config.gated_linear_unit,
+        seq_length=32,
+        vocab_size=256,
+        causal=False,
+    )
+    assert counted == pytest.approx(flops, rel=1e-6)
 
 
 def test_llama_8_layers_of_the_peer():

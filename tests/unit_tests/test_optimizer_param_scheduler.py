@@ -67,7 +67,10 @@ def test_golden_learning_rates(golden, run):
 
 
 def test_decay_that_ends_before_training_follows_the_formula():
-    """OPT-03: warm-up 10, decay 90 of 100 samples: the decay is counted from 0, and the last 10 samples run at the minimum."""
+    """A decay length from which the warm-up was taken off, so that the rate is flat at the end.
+
+    Warm-up 10, decay 90 of 100 samples: the decay is counted from 0, and the last 10 samples run at the minimum.
+    """
     settings = {"lr_decay_steps": 90}
     for samples in range(101):
         expected = samples / 10 if samples <= 10 else max(0.1, 0.1 + 0.9 * (1 - (samples - 10) / 80))
@@ -136,7 +139,7 @@ def test_resume_of_the_same_schedule():
 
 
 def test_mismatch_names_the_three_choices():
-    """ARGS-13: training was lengthened, so the default decay length changed."""
+    """A resume that fails must say what to do. Training was lengthened, so the default decay length changed."""
     with pytest.raises(ValueError) as error:
         make(lr_decay_steps=220).load_state_dict(saved_state())
     for word in ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler", "--lr-decay-iters", "220", "110"):
@@ -158,7 +161,7 @@ def test_choices_on_mismatch():
 
 
 def test_weight_decay_is_right_before_the_first_step_after_resume():
-    """OPT-02."""
+    """The value in force comes from where the flags say, not from the command line until the first step."""
     given = {"start_wd": 0.3, "end_wd": 0.3}
     groups = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
     make(groups, **given, use_checkpoint_opt_param_scheduler=True).load_state_dict(saved_state())

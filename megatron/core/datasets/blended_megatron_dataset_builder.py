@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import Blend, BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split, get_blend_sizes, normalize
+from megatron.core.utils import get_world_rank, world_is_initialized
 
 logger = logging.getLogger(__name__)
 WHOLE = (0.0, 1.0)
@@ -41,9 +42,9 @@ class BlendedMegatronDatasetBuilder:
         All ranks must call this together.
         """
         needed = self.is_built_on_rank()
-        if not (dist.is_available() and dist.is_initialized()):
+        if not world_is_initialized():
             return self._build_splits() if needed else [None] * len(Split)
-        first = dist.get_rank() == 0
+        first = get_world_rank() == 0
         result = self._build_together(first)
         rest = self._build_together(needed and not first)
         return (result or rest or [None] * len(Split)) if needed else [None] * len(Split)

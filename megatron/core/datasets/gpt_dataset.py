@@ -39,7 +39,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     add_extra_token_to_sequence: bool = True
     """read one token more than sequence_length, the label of the last one; without it the last position has no loss"""
     vocab_size: int | None = None
-    """size of the model's (padded) vocabulary: samples with ids beyond it are refused. None: no check"""
+    """number of ids that there are: samples with ids beyond it are refused. None: no check"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,7 +156,7 @@ class GPTDataset(torch.utils.data.Dataset):
         if vocab_size is not None and (text.max() >= vocab_size or text.min() < 0):
             raise ValueError(
                 f"{self.dataset_path}: sample {idx} holds ids from {text.min()} to {text.max()}, "
-                f"beyond the model's vocabulary of {vocab_size}: the data was prepared with another tokenizer"
+                f"beyond the vocabulary of {vocab_size}: the data was prepared with another tokenizer"
             )
         tokens = text[:-1]
         loss_mask = np.ones(length, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The index arrays that say which tokens make up which sample, in numpy alone: nothing to compile, no torch.
+"""Builds the document, sample, shuffle and blending indices: which tokens make up which sample. Numpy alone, nothing to compile.
 
 Three arrays describe a dataset that runs over its documents for some epochs, in the order that training asks for:
 

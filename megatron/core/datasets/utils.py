@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -23,9 +24,9 @@ def compile_helpers() -> None:
 
 def log_single_rank(logger: logging.Logger, level: int, message: str, *args: Any, rank: int = 0) -> None:
     """Log on one rank only, or always where torch.distributed is not initialised."""
-    import torch.distributed as dist
+    from megatron.core.utils import get_world_rank, world_is_initialized
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == rank:
+    if not world_is_initialized() or get_world_rank() == rank:
         logger.log(level, message, *args)
 
 
@@ -38,14 +39,28 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """"969, 30, 1" as three fractions that sum to one; weights left out are 0. Raises ValueError for anything else."""
-    rule = f"split {split!r} must be up to {len(Split)} non-negative weights for train, valid and test, for example 969,30,1"
-    try:
-        weights = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
-    except ValueError:
-        raise ValueError(rule) from None
-    if not 1 <= len(weights) <= len(Split) or min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(rule)
+    """Three fractions that sum to one from "969, 30, 1", the weights of train, valid and test; those left out are 0.
+
+    The one rule for `--split`: one to three numbers between commas (or slashes), finite, none negative, not all 0. Raises ValueError for
+    anything else, an empty place such as that of a trailing comma too.
+    """
+
+    def wrong(why: str) -> ValueError:
+        return ValueError(f"split {split!r}: {why}; give up to {len(Split)} weights, of train, valid and test, for example 969,30,1")
+
+    parts = [part.strip() for part in split.replace("/", ",").split(",")]
+    if len(parts) > len(Split):
+        raise wrong(f"it has {len(parts)} weights")
+    weights = []
+    for part in parts:
+        weight = _as_weight(part)
+        if weight is None:
+            raise wrong(f"{part!r} is not a number" if part else "a weight is missing")
+        if not 0 <= weight < math.inf:
+            raise wrong(f"{part} is negative or not finite")
+        weights.append(weight)
+    if not any(weights):
+        raise wrong("all weights are 0")
     return normalize(weights + [0.0] * (len(Split) - len(weights)))
 
 

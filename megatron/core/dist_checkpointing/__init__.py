@@ -1,14 +1,15 @@
-"""Checkpoints that know each shard's place in the whole: any layout writes them, any layout reads them."""
+"""Checkpoints that know each shard's place in the whole: any layout writes them, any layout reads them.
 
+`serialization` loads when first used: torch.distributed.checkpoint is a third of the time that `import torch` takes.
+"""
+
+import importlib
+from typing import Any
+
+from .errors import CheckpointError
 from .mapping import LocalNonpersistentObject, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
-from .serialization import (
-    CheckpointError,
-    load,
-    load_common_state_dict,
-    load_plain_tensors,
-    load_tensors_metadata,
-    save,
-)
+
+_LAZY = ("load", "load_common_state_dict", "load_plain_tensors", "load_tensors_metadata", "save")
 
 __all__ = [
     "CheckpointError",
@@ -18,9 +19,11 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "StateDict",
-    "load",
-    "load_common_state_dict",
-    "load_plain_tensors",
-    "load_tensors_metadata",
-    "save",
+    *_LAZY,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.serialization"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

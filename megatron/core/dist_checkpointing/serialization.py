@@ -6,8 +6,10 @@ objects under `<key>/shard_<offset>_<shape>`, each a torch.save of a one-element
 `common_state/shard_0_1`; older checkpoints have it as a file `common.pt` instead, and both are read.
 """
 
+import errno
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
+from megatron.core.utils import get_world_rank, world_is_initialized
+
+from .errors import CheckpointError
 from .mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -34,19 +39,19 @@ from .safe_pickle import load_pickle, load_torch
 
 COMMON_KEY = "common_state"
 METADATA_FILE = "metadata.json"
+FULL_DISK_BYTES = 2**20  # with less free than this, a write that failed failed for want of space
 MOST_LISTED = 8  # keys that an error message lists
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as asked: the message names the folder, the key and what differs."""
 
 
 class _Reader(dcp.FileSystemReader):
     """FileSystemReader whose index goes through the allow-list too."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = load_pickle(file)
+        try:
+            with open(Path(self.path) / ".metadata", "rb") as file:
+                metadata = load_pickle(file)
+        except Exception as error:  # what junk does to an unpickler has no common class
+            raise CheckpointError(f"{self.path}/.metadata is damaged: {type(error).__name__}: {error}") from None
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{self.path}/.metadata does not hold a checkpoint index")
         storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
@@ -55,15 +60,11 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _dcp_save(writer: dcp.FileSystemWriter, planner: ShardedSavePlanner) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a supported case
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=not _is_distributed())
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=not world_is_initialized())
     except CheckpointException as error:
         raise first_cause(error) from error
 
@@ -72,16 +73,12 @@ def _dcp_load(reader: dcp.FileSystemReader, planner: ShardedLoadPlanner, alone: 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"unused": None}, storage_reader=reader, planner=planner, no_dist=alone or not _is_distributed())
+            dcp.load({"unused": None}, storage_reader=reader, planner=planner, no_dist=alone or not world_is_initialized())
     except CheckpointException as error:
         cause = first_cause(error)
         if isinstance(cause, OSError):
             raise cause from error
         raise CheckpointError(f"{reader.path} cannot be read, its files are damaged: {cause}") from error
-
-
-def _rank() -> int:
-    return dist.get_rank() if _is_distributed() else 0
 
 
 def _build_factories(state_dict: ShardedStateDict) -> ShardedStateDict:
@@ -121,20 +118,25 @@ def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike
     common = {} if common is _NOTHING else common
     if content_metadata is not None:
         common["content_metadata"] = content_metadata
-    if _rank() == 0:
+    if get_world_rank() == 0:
         objects = objects + [ShardedObject(COMMON_KEY, common, (1,), (0,))]
     planner = ShardedSavePlanner(
         [tensor for tensor in tensors if is_main_replica(tensor.replica_id)], [item for item in objects if is_main_replica(item.replica_id)]
     )
     writer = dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True, overwrite=True)
-    _dcp_save(writer, planner)
-    if _rank() == 0:
+    try:
+        _dcp_save(writer, planner)
+    except (OSError, ValueError, RuntimeError) as error:
+        if shutil.disk_usage(checkpoint_dir).free < FULL_DISK_BYTES:  # what torch reports then does not say so
+            raise OSError(errno.ENOSPC, "no space left on the disk", str(checkpoint_dir)) from error
+        raise
+    if get_world_rank() == 0:
         text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         with open(checkpoint_dir / METADATA_FILE, "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-    if _is_distributed():
+    if world_is_initialized():
         dist.barrier()
 
 

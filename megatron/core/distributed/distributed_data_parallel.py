@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core import device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, default_bucket_size, group_params
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.weight_grad import add_to_main_grad
-from megatron.core.utils import get_pg_size
+from megatron.core.utils import get_pg_size, strip_wrapper_prefix
 
 
 class _BucketReadiness:
@@ -74,7 +75,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if full_param_layout is not None:
-            raise ValueError("full_param_layout is not built yet: leave it at None")
+            raise ValueError("full_param_layout is not built yet; leave it out")
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
@@ -97,7 +98,7 @@ class DistributedDataParallel(nn.Module):
         def grad_dtype_of(dtype: torch.dtype) -> torch.dtype:
             return torch.float32 if ddp_config.grad_reduce_in_fp32 and dtype.itemsize < 4 else dtype
 
-        named = [(name.removeprefix("module."), param) for name, param in self.module.named_parameters()]
+        named = [(strip_wrapper_prefix(name), param) for name, param in self.module.named_parameters()]
         dense_size = get_pg_size(self.dp_cp_group)
         per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
         buffers = []
@@ -112,7 +113,7 @@ class DistributedDataParallel(nn.Module):
                 ddp_config.average_in_collective
                 and not per_token
                 and get_pg_size(group) == dense_size > 1
-                and params[0][1].device.type == "cuda"
+                and device.on_accelerator(params[0][1])
             )
             buffers.append(
                 ParamAndGradBuffer(

@@ -1,30 +1,29 @@
 """Settings of data-parallel gradient reduction."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-# Fields that others may name but that nothing implements yet: a value other than the default is refused.
-_UNBUILT = (
-    "overlap_param_gather",
-    "use_distributed_optimizer",
-    "reduce_scatter_with_fp32_accumulation",
-    "param_name_patterns_for_fp32_local_accumulation",
-    "fp8_param_gather",
-    "fp4_param_gather",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "use_megatron_fsdp",
-    "use_custom_fsdp",
-    "data_parallel_sharding_strategy",
-    "nccl_ub",
-    "outer_dp_sharding_strategy",
-    "delay_wgrad_compute",
+from megatron.core.utils import unbuilt_fields, unbuilt_problems
+
+_USED = (
+    "grad_reduce_in_fp32",
+    "overlap_grad_reduce",
+    "check_for_nan_in_grad",
+    "check_for_large_grads",
+    "bucket_size",
+    "num_buckets",
+    "pad_buckets_for_high_nccl_busbw",
+    "average_in_collective",
 )
 
 
 @dataclass
 class DistributedDataParallelConfig:
-    """How gradients are kept and reduced. Raises ValueError listing every problem."""
+    """How gradients are kept and reduced. Names are Megatron's.
+
+    Raises ValueError listing every problem, among them each field that nothing implements yet and that is not at its default.
+    """
 
     grad_reduce_in_fp32: bool = False
     """Keep and reduce gradients in fp32, whatever the parameters are."""
@@ -76,13 +75,7 @@ class DistributedDataParallelConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these settings, one sentence each."""
-        found = [
-            f"DistributedDataParallelConfig.{field.name} = {getattr(self, field.name)!r} is not built yet: leave it at {field.default!r}"
-            for field in fields(self)
-            if field.name in _UNBUILT and getattr(self, field.name) not in (field.default, None, [])
-        ]
-        if self.num_distributed_optimizer_instances != 1:
-            found.append(f"num_distributed_optimizer_instances = {self.num_distributed_optimizer_instances} is not built yet: only 1 works")
+        found = unbuilt_problems(self, UNBUILT)
         for name in ("bucket_size", "num_buckets"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -94,3 +87,6 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         if found := self.problems():
             raise ValueError("\n".join(found))
+
+
+UNBUILT = unbuilt_fields(DistributedDataParallelConfig, _USED)

@@ -59,4 +59,4 @@ def _sum_partial_gradients(params: Iterable[torch.nn.Parameter], pg_collection: 
 
 def _refuse_tied_across_stages(params: Iterable[torch.nn.Parameter], pg_collection: ProcessGroupCollection) -> None:
     if get_pg_size(pg_collection.pp) > 1 and any(getattr(getattr(p, "sharding", None), "shared_with", None) for p in params):
-        raise ValueError("tied embeddings over pipeline stages are not built yet: add --untie-embeddings-and-output-weights")
+        raise ValueError("tied embeddings over pipeline stages are not built yet; add --untie-embeddings-and-output-weights")

@@ -45,7 +45,7 @@ def transformer_engine_problem(what: str) -> str:
     """Why `what` cannot be built."""
     if not HAVE_TE:
         return f"{what} needs the package transformer_engine, which is not installed; use the local backend (--transformer-impl local)"
-    return f"{what}: the Transformer Engine backend is not supported yet; use the local backend (--transformer-impl local)"
+    return f"{what}: the Transformer Engine backend is not built yet; use the local backend (--transformer-impl local)"
 
 
 class TESpecProvider:

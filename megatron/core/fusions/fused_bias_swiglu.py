@@ -32,7 +32,7 @@ def bias_swiglu_impl(
 ) -> torch.Tensor:
     """[.., 2n] (+ bias [2n]) -> [.., n]."""
     if fp8_input_store or cpu_offload_input:
-        raise ValueError("bias_swiglu_impl: fp8_input_store and cpu_offload_input are not supported; leave them off")
+        raise ValueError("bias_swiglu_impl: fp8_input_store and cpu_offload_input are not built yet; leave them out")
     return _SwiGLU.apply(input if bias is None else input + bias)
 
 

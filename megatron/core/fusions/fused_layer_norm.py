@@ -11,6 +11,16 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import empty_parameter
 from megatron.core.tensor_parallel.param_sharding import declare, replicated
 
+# What config.normalization may be -> whether it leaves out the mean and the bias.
+NORMALIZATIONS = {"LayerNorm": False, "RMSNorm": True}
+
+
+def is_rms(normalization: str) -> bool:
+    """Whether a value of config.normalization is RMSNorm. Raises ValueError for an unknown one."""
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization {normalization!r} must be {' or '.join(map(repr, NORMALIZATIONS))}")
+    return NORMALIZATIONS[normalization]
+
 
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, rms: bool, zero_centered: bool = False
@@ -36,7 +46,11 @@ def norm_plain(
 
 
 class FusedLayerNorm(torch.nn.Module):
-    """The norm that a config asks for: [.., hidden_size] -> same. `normalization` and `zero_centered_gamma` default to the config's."""
+    """The norm that a config asks for: [.., hidden_size] -> same.
+
+    `zero_centered_gamma` defaults to the config's. `normalization` may repeat what the config says: all norms of a model are of one kind,
+    and ValueError is raised for another. `persist_layer_norm` changes nothing: torch chooses the kernel.
+    """
 
     def __init__(
         self,
@@ -49,10 +63,9 @@ class FusedLayerNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.eps = config, eps
-        normalization = config.normalization if normalization is None else normalization
-        if normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(f"normalization {normalization!r} must be 'LayerNorm' or 'RMSNorm'")
-        self.rms = normalization == "RMSNorm"
+        self.rms = is_rms(config.normalization)
+        if normalization is not None and is_rms(normalization) != self.rms:
+            raise ValueError(f"normalization {normalization!r} contradicts config.normalization {config.normalization!r}; leave it out")
         self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered_gamma is None else zero_centered_gamma
         self.hidden_size = (hidden_size,)
         # Each rank normalizes its own tokens under sequence parallelism: the weight's gradient is a partial sum.

@@ -2,9 +2,9 @@
 
 from typing import Any, Protocol
 
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 
 class BackendSpecProvider(Protocol):
@@ -14,7 +14,8 @@ class BackendSpecProvider(Protocol):
 
     def row_parallel_linear(self) -> Any: ...
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any: ...
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any:
+        """`rms_norm`: the kind is known to be RMSNorm. A class that asks its config for the kind may ignore it."""
 
     def column_parallel_layer_norm_linear(self) -> Any | None:
         """Norm and linear in one; None where the backend composes them."""
@@ -32,7 +33,7 @@ class LocalSpecProvider:
         return RowParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any:
-        return WrappedTorchNorm
+        return FusedLayerNorm
 
     def column_parallel_layer_norm_linear(self) -> Any | None:
         return None

@@ -11,7 +11,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer, OptimizedParam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
-from megatron.core.utils import get_pg_size
+from megatron.core.utils import get_pg_size, strip_wrapper_prefix
 
 __all__ = ["MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
 
@@ -37,8 +37,7 @@ def named_trainable_params(model_chunks: Sequence[nn.Module]) -> list[tuple[str,
     seen: set[int] = set()
     for index, chunk in enumerate(model_chunks):
         for name, param in chunk.named_parameters():
-            while name.startswith("module."):
-                name = name.removeprefix("module.")
+            name = strip_wrapper_prefix(name)
             if param.requires_grad and id(param) not in seen:
                 seen.add(id(param))
                 found.append((name if len(model_chunks) == 1 else f"model{index}.{name}", param))
@@ -116,7 +115,7 @@ def get_megatron_optimizer(
     Raises ValueError for what is not built, a missing learning rate, or a model without trainable parameters.
     """
     if config_overrides or dump_param_to_param_group_map:
-        raise ValueError("config_overrides and dump_param_to_param_group_map are not built yet: leave them out")
+        raise ValueError("config_overrides and dump_param_to_param_group_map are not built yet; leave them out")
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: give the maximum learning rate, for example 1e-4")
     if found := config.problems():  # fields may have been set after the configuration was made
@@ -126,7 +125,7 @@ def get_megatron_optimizer(
     if not named:
         raise ValueError("the model has no trainable parameter")
     if get_pg_size(pg_collection.ep) > 1 and any(getattr(getattr(p, "sharding", None), "is_expert", False) for _, p in named):
-        raise ValueError("an optimizer for experts spread over expert-parallel ranks is not built yet: use expert parallel size 1")
+        raise ValueError("an optimizer for experts spread over expert-parallel ranks is not built yet; use expert parallel size 1")
     if any(param.dtype == torch.float16 for _, param in named) and not config.fp16:
         raise ValueError("the model has fp16 parameters but OptimizerConfig.fp16 is False: set it, fp16 needs loss scaling")
     groups, ordered = _param_groups(config, [OptimizedParam(name, param, _main_param(param)) for name, param in named])

@@ -191,7 +191,7 @@ class MegatronOptimizer:
         the next step, or from the checkpoint itself. Raises ValueError for a kind other than "plain".
         """
         if kind != "plain":
-            raise ValueError(f"optimizer state of kind {kind!r} is not built yet: only 'plain' is")
+            raise ValueError(f"optimizer state of kind {kind!r} is not built yet; use 'plain'")
         from megatron.core.tensor_parallel.param_sharding import build_param_table
 
         by_param = {id(entry.model_param): entry for entry in self.params}

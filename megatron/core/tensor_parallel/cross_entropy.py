@@ -10,10 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.utils import Group, get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
-
-# Elements of a block: a CPU's cache holds one, a GPU's launch costs little beside one.
-BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 27}
 
 
 def vocab_parallel_cross_entropy(
@@ -42,7 +40,7 @@ def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
 
 
 def _blocks(logits: torch.Tensor) -> range:
-    rows = max(1, BLOCK_ELEMENTS.get(logits.device.type, 1 << 24) // max(1, logits.shape[-1]))
+    rows = max(1, device.block_elements(logits) // max(1, logits.shape[-1]))
     return range(0, logits.shape[0], rows)
 
 

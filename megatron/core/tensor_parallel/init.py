@@ -34,15 +34,6 @@ def value_seed(seed: int, key: str, layer: int | None) -> int:
 
 
 @contextlib.contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Run with the default generators of CPU and `device` seeded, then put their states back."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=devices, device_type="cuda" if device.type == "cpu" else device.type):
-        torch.manual_seed(seed)
-        yield
-
-
-@contextlib.contextmanager
 def deferred_initialization() -> Iterator[None]:
     """Layers built inside leave their weights unset: the model draws all of them at its end, by name."""
     token = _deferred.set(True)

@@ -106,7 +106,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     gradient_accumulation_fusion: write the weight's gradient into weight.main_grad, where there is one.
     """
     if grad_output_buffer is not None or wgrad_deferral_limit:
-        raise ValueError("grad_output_buffer and wgrad_deferral_limit (deferred embedding gradients) are not supported yet; leave them out")
+        raise ValueError("grad_output_buffer and wgrad_deferral_limit (deferred embedding gradients) are not built yet; leave them out")
     group = get_tensor_model_parallel_group_if_none(tp_group)
     alone = get_pg_size(group) == 1
     return _Linear.apply(
@@ -116,7 +116,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
 def _refuse_expert(is_expert: bool, layer: str) -> None:
     if is_expert:
-        raise ValueError(f"{layer}: is_expert is not supported yet; expert layers come with mixture of experts")
+        raise ValueError(f"{layer}: is_expert is not built yet; leave it out")
 
 
 class ColumnParallelLinear(torch.nn.Module):

@@ -118,7 +118,7 @@ def gather_from_sequence_parallel_region(
     `tensor_parallel_output_grad`: the consumer is split over the ranks, so gradients are partial and summed; else each rank takes its part.
     """
     if output_split_sizes is not None or use_global_buffer:
-        raise ValueError("gather_from_sequence_parallel_region: output_split_sizes and use_global_buffer are not supported; leave them out")
+        raise ValueError("gather_from_sequence_parallel_region: output_split_sizes and use_global_buffer are not built yet; leave them out")
     return _apply(input_, gather_first_dim, reduce_scatter_first_dim if tensor_parallel_output_grad else split_first_dim, group)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.tensor_parallel.init import Initializer, is_deferred, seeded, value_seed
+from megatron.core import device
+from megatron.core.tensor_parallel.init import Initializer, is_deferred, value_seed
 from megatron.core.utils import divide, unwrap_model
 
 
@@ -116,7 +117,7 @@ def _draw(param: torch.nn.Parameter) -> None:
 def initialize_parameters(model_chunk: Any, seed: int) -> None:
     """Draw all parameters of a (wrapped) chunk, each from a generator seeded by (seed, checkpoint key, layer) on its own device."""
     for record in build_param_table(model_chunk).values():
-        with seeded(record.param.device, value_seed(seed, record.key, record.layer)):
+        with device.seeded(record.param.device, value_seed(seed, record.key, record.layer)):
             _draw(record.param)
 
 

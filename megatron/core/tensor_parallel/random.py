@@ -75,10 +75,15 @@ def get_cuda_rng_tracker(
     return _tracker
 
 
+def dropout_state(config: Any, dropout: float) -> contextlib.AbstractContextManager:
+    """The random state for dropout on the residual stream: each rank its own where it holds its own tokens (config.sequence_parallel)."""
+    return get_cuda_rng_tracker().fork() if config.sequence_parallel and dropout else contextlib.nullcontext()
+
+
 def _refuse_other_trackers(te: bool, inference: bool, cudagraphable: bool) -> None:
     for name, value in (("te_rng_tracker", te), ("inference_rng_tracker", inference), ("use_cudagraphable_rng", cudagraphable)):
         if value:
-            raise ValueError(f"{name} is not supported yet; leave it off")
+            raise ValueError(f"{name} is not built yet; leave it out")
 
 
 def model_parallel_cuda_manual_seed(
@@ -149,8 +154,8 @@ class _Checkpoint(torch.autograd.Function):
 def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
     """`function(*args)` without keeping its activations: the backward runs it again, on the random states of the first time.
 
-    Positional tensors get gradients; `distribute_saved_activations` is not supported yet (ValueError).
+    Positional tensors get gradients; `distribute_saved_activations` is not built yet (ValueError).
     """
     if distribute_saved_activations:
-        raise ValueError("distribute_saved_activations is not supported yet; leave it off")
+        raise ValueError("distribute_saved_activations = True is not built yet; leave it at False")
     return _Checkpoint.apply(function, *args)

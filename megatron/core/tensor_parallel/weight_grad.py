@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.core import device
+
 
 def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tensor) -> None:
     """main_grad (+)= grad_output^T @ inputs. grad_output: [tokens, out], inputs: [tokens, in], of one dtype; main_grad: [out, in].
@@ -22,7 +24,7 @@ def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tens
         else:
             torch.mm(left, inputs, out=main_grad)
         _mark_written(weight)
-    elif main_grad.is_cuda and main_grad.dtype is torch.float32:
+    elif device.on_accelerator(main_grad) and main_grad.dtype is torch.float32:
         if weight.main_grad_filled:
             torch.ops.aten.addmm.dtype_out(main_grad, left, inputs, main_grad.dtype, out=main_grad)
         else:

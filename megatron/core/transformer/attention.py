@@ -119,7 +119,7 @@ class SelfAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if inference_context is not None:
-            raise ValueError("SelfAttention: generation with a key and value cache is not supported yet; pass no inference_context")
+            raise ValueError("SelfAttention: generation with a key and value cache is not built yet; leave inference_context out")
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         if rotary_pos_emb is not None:
             query_angles, key_angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)

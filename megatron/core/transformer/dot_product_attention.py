@@ -66,7 +66,7 @@ class DotProductAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         if config.context_parallel_size > 1 or get_pg_size(default_pg_collection(pg_collection).cp) > 1:
-            raise ValueError("DotProductAttention does not support context parallelism; use context_parallel_size 1")
+            raise ValueError("DotProductAttention: context parallelism is not built yet; use context_parallel_size 1")
         self.attn_mask_type = attn_mask_type
         assert config.kv_channels is not None
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -88,7 +88,7 @@ class DotProductAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError("DotProductAttention: packed_seq_params and attention_bias are not supported yet; pass a mask instead")
+            raise ValueError("DotProductAttention: packed_seq_params and attention_bias are not built yet; leave them out and pass a mask")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         causal = mask_type in CAUSAL
         tokens, batch = query.shape[:2]

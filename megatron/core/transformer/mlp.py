@@ -81,7 +81,7 @@ class MLP(MegatronModule):
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if per_token_scale is not None:
-            raise ValueError("MLP: per_token_scale comes with mixture of experts; leave it out")
+            raise ValueError("MLP: per_token_scale is not built yet; leave it out")
         intermediate, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(self._activate(intermediate))
 

@@ -1,20 +1,5 @@
-"""The norm of the local backend."""
+"""Megatron's name and place of the local backend's norm."""
 
-from typing import Any
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm as WrappedTorchNorm
 
-from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-
-
-class WrappedTorchNorm(FusedLayerNorm):
-    """LayerNorm or RMSNorm, as config.normalization says."""
-
-    def __init__(
-        self,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool | None = None,
-        normalization: str | None = None,
-    ) -> None:
-        super().__init__(config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
+__all__ = ["WrappedTorchNorm"]

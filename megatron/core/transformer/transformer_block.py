@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, _pp_rank, layers_of_stage
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -60,7 +60,7 @@ class TransformerBlock(MegatronModule):
         )
         self.final_layernorm = None
         if post_process and post_layer_norm:
-            norm = submodules.layer_norm or WrappedTorchNorm
+            norm = submodules.layer_norm or FusedLayerNorm
             self.final_layernorm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def has_final_layernorm_in_this_stage(self) -> bool:

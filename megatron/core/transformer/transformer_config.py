@@ -2,26 +2,71 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 
-from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.fusions.fused_layer_norm import NORMALIZATIONS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
+from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
-ACTIVATIONS = {"gelu": F.gelu, "quick_gelu": quick_gelu, "silu": F.silu, "squared_relu": squared_relu, "relu": F.relu}
+# Of the fields that TransformerConfig itself declares.
+_USED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "kv_channels",
+    "hidden_dropout",
+    "attention_dropout",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "gated_linear_unit",
+    "activation_func",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "qk_layernorm",
+    "rotary_interleaved",
+    "apply_residual_connection_post_layernorm",
+    "softmax_scale",
+    "init_method",
+    "output_layer_init_method",
+    "init_method_std",
+    "embedding_init_method",
+    "embedding_init_method_std",
+    "apply_query_key_layer_scaling",
+    "attention_softmax_in_fp32",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "attention_backend",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "calculate_per_token_loss",
+    "logical_vocab_size",
+    "softmax_vocab_size",
+)
+# Read by no module of core, and rightly: whatever they are, the same is computed.
+ANY_VALUE = (
+    "masked_softmax_fusion",  # attention_backend chooses the kernel
+    "persist_layer_norm",  # torch chooses the kernel
+)
 
 
 @dataclass
 class TransformerConfig(ModelParallelConfig):
     """Names and defaults are Megatron's. Sizes are those of the whole model, before any split.
 
-    Raises ValueError with every problem at once.
+    Raises ValueError with every problem at once, among them each field that nothing implements yet and that is not at its default.
     """
 
-    # Shape. None: derived (ffn_hidden_size 4 * hidden_size, kv_channels hidden_size / heads, num_query_groups = heads).
+    # Shape. None: derived (ffn_hidden_size and kv_channels as default_sizes.py says, num_query_groups = heads).
     num_layers: int = 0
     hidden_size: int = 0
     num_attention_heads: int = 0
@@ -86,7 +131,7 @@ class TransformerConfig(ModelParallelConfig):
     logical_vocab_size: int | None = None
     softmax_vocab_size: int | None = None
 
-    # Not built yet: refused by name.
+    # Other kinds of models and precisions.
     num_moe_experts: int | None = None
     multi_latent_attention: bool = False
     mtp_num_layers: int | None = None
@@ -98,9 +143,9 @@ class TransformerConfig(ModelParallelConfig):
         if self.num_query_groups is None:
             self.num_query_groups = self.num_attention_heads
         if self.ffn_hidden_size is None:
-            self.ffn_hidden_size = 4 * self.hidden_size
-        if self.kv_channels is None and self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0:
-            self.kv_channels = self.hidden_size // self.num_attention_heads
+            self.ffn_hidden_size = default_ffn_hidden_size(self.hidden_size, gated=False)  # the command line alone narrows a gated MLP
+        if self.kv_channels is None:
+            self.kv_channels = default_kv_channels(self.hidden_size, self.num_attention_heads)
         if self.apply_query_key_layer_scaling:
             self.attention_softmax_in_fp32 = True
         if self.init_method is None:
@@ -113,7 +158,7 @@ class TransformerConfig(ModelParallelConfig):
         super().__post_init__()
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        found = super().problems() + unbuilt_problems(self, UNBUILT)
         sizes = ("num_layers", "hidden_size", "num_attention_heads")
         small = [f"{name} {getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
         if small:
@@ -135,24 +180,11 @@ class TransformerConfig(ModelParallelConfig):
             for name in ("hidden_dropout", "attention_dropout")
             if not 0 <= getattr(self, name) < 1
         ]
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
-            found.append(f"normalization {self.normalization!r} must be 'LayerNorm' or 'RMSNorm'")
+        if self.normalization not in NORMALIZATIONS:
+            found.append(f"normalization {self.normalization!r} must be {' or '.join(map(repr, NORMALIZATIONS))}")
         if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
             found.append("softmax_scale must not be 0")
         return found
 
-    def _not_supported(self) -> list[str]:
-        checks: dict[str, Any] = {
-            "recompute_granularity": self.recompute_granularity,
-            "recompute_modules": self.recompute_modules,
-            "distribute_saved_activations": self.distribute_saved_activations,
-            "fp32_residual_connection": self.fp32_residual_connection,
-            "window_size": self.window_size,
-            "num_moe_experts": self.num_moe_experts,
-            "multi_latent_attention": self.multi_latent_attention,
-            "mtp_num_layers": self.mtp_num_layers,
-            "fp8": self.fp8,
-            "cuda_graph_impl": self.cuda_graph_impl not in ("none", None),
-            "cpu_offloading": self.cpu_offloading,
-        }
-        return super()._not_supported() + [name for name, used in checks.items() if used]
+
+UNBUILT = unbuilt_fields(TransformerConfig, _USED + ANY_VALUE)

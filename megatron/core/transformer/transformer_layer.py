@@ -1,6 +1,5 @@
 """One transformer layer from its parts, and which layers a pipeline stage holds."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import dropout_state
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -27,7 +26,7 @@ def layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | Non
     slots = stages * chunks
     counts: list[int | None] = [None] * slots
     if (first is not None or last is not None) and chunks > 1:
-        raise ValueError("num_layers_in_first_pipeline_stage and ..last.. with virtual stages are not supported yet; use one chunk a stage")
+        raise ValueError("num_layers_in_first_pipeline_stage and ..last.. with virtual stages are not built yet; use one chunk a stage")
     if slots > 1:
         counts[0], counts[-1] = first, last
     extra_first = config.account_for_embedding_in_pipeline_split and counts[0] is None
@@ -94,7 +93,6 @@ class TransformerLayer(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config)
-        self.submodules_config = submodules
         self.sharded_state_dict_keys_map = submodules.sharded_state_dict_keys_map
         self.pg_collection = groups = default_pg_collection(pg_collection)
         if add_layer_offset:
@@ -104,7 +102,7 @@ class TransformerLayer(MegatronModule):
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         for part in (submodules.cross_attention, submodules.pre_cross_attn_layernorm):
             if part is not IdentityOp:
-                raise ValueError("TransformerLayer: cross attention is not supported; leave its submodules at IdentityOp")
+                raise ValueError("TransformerLayer: cross attention is not built yet; leave its submodules at IdentityOp")
 
         norm_arguments = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm_arguments)
@@ -142,8 +140,3 @@ class TransformerLayer(MegatronModule):
         residual = normed if self.config.apply_residual_connection_post_layernorm else hidden_states
         with dropout_state(self.config, self.hidden_dropout if self.training else 0.0):
             return bda(self.training, self.config.bias_dropout_fusion)(output_and_bias, residual, self.hidden_dropout)
-
-
-def dropout_state(config: TransformerConfig, dropout: float) -> AbstractContextManager:
-    """The random state for dropout on the residual stream: each rank its own where it holds its own tokens (sequence parallelism)."""
-    return get_cuda_rng_tracker().fork() if config.sequence_parallel and dropout else nullcontext()

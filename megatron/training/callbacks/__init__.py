@@ -4,7 +4,7 @@ from .base import Callback
 from .checkpoint import SaveCheckpoints
 from .evaluate import Evaluate
 from .exit import ExitConditions
-from .housekeeping import GarbageCollection, Profile
+from .garbage_collection import GarbageCollection
 from .interval_log import IntervalLog, LogSink
 from .plot import PlotCurves
 from .sinks import ConsoleSink, MetricsFileSink, ProgressLine, TensorBoardSink, WandbSink
@@ -19,7 +19,6 @@ __all__ = [
     "LogSink",
     "MetricsFileSink",
     "PlotCurves",
-    "Profile",
     "ProgressLine",
     "SaveCheckpoints",
     "TensorBoardSink",

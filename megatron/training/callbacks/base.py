@@ -1,4 +1,4 @@
-"""What attaches to a run: objects whose methods the loop calls at phase boundaries. Order in the list is order of calls."""
+"""Callbacks: objects whose methods the loop calls at phase boundaries, in the order of their list."""
 
 from megatron.training.train_step import StepRecord, TrainingRun
 
@@ -13,10 +13,13 @@ class Callback:
         """After each step's update."""
 
     def on_evaluation_end(self, run: TrainingRun, set_name: str, losses: dict[str, float]) -> None:
-        """After an evaluation: mean loss per name. Only on the rank that logs."""
+        """After each set that was evaluated, on every rank: mean loss per name over all ranks."""
 
     def on_train_end(self, run: TrainingRun) -> None:
         """After the last step, however training ended short of an exception."""
+
+    def on_run_complete(self, run: TrainingRun) -> None:
+        """After the last iteration of the whole run; not when it stopped early."""
 
     def close(self) -> None:
         """Let go of files and handlers, also after an exception."""

@@ -50,19 +50,18 @@ class SaveCheckpoints(Callback):
     def _save(self, run: TrainingRun) -> None:
         if self.saved_iteration == run.state.iteration:
             return
-        self.log.pause()
-        save_checkpoint(
-            self.save,
-            self.args,
-            run.state,
-            run.model,
-            run.optimizer if self.with_optimizer else None,
-            run.scheduler if self.with_optimizer else None,
-            save_rng=self.with_rng,
-        )
+        with self.log.paused():
+            save_checkpoint(
+                self.save,
+                self.args,
+                run.state,
+                run.model,
+                run.optimizer if self.with_optimizer else None,
+                run.scheduler if self.with_optimizer else None,
+                save_rng=self.with_rng,
+            )
         self.saved_iteration = run.state.iteration
         self._note(run, "saved a checkpoint")
-        self.log.resume()
 
     def _note(self, run: TrainingRun, event: str) -> None:
         """--log-progress: a line in progress.txt."""

@@ -2,6 +2,8 @@
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,12 +92,12 @@ class IntervalLog(Callback):
             for sink in self.sinks:
                 sink.write_evaluation(run, set_name, losses)
 
-    def pause(self) -> None:
-        """Stop the clock: what follows (evaluation, saving) is not training time."""
-        self.paused_at = self.stopwatch.elapsed(wait_for_device=True, reset=False)
-
-    def resume(self) -> None:
-        self.stopwatch.started += self.stopwatch.elapsed(reset=False) - self.paused_at
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock: what is done inside (evaluation, saving) is not training time."""
+        before = self.stopwatch.elapsed(wait_for_device=True, reset=False)
+        yield
+        self.stopwatch.started += self.stopwatch.elapsed(reset=False) - before
 
     def flush(self, run: TrainingRun) -> None:
         """Read and write what was collected since the last line; a collective."""

@@ -42,8 +42,9 @@ class PlotCurves(LogSink):
         iterations, losses, rates = zip(*self.training, strict=True)
         figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained")
         top.plot(iterations, losses, color="tab:blue", linewidth=1.2, label="training")
-        for (name, points), marker in zip(self.validation.items(), "osD^vP*X" * 8, strict=False):
-            top.plot(*zip(*points, strict=True), marker=marker, markersize=4, linewidth=1, label=name)
+        for number, (name, points) in enumerate(self.validation.items(), 1):
+            look = {"color": f"C{number % 10}", "marker": "osD^vP*X"[number % 8], "markersize": 4, "linewidth": 1}
+            top.plot(*zip(*points, strict=True), label=name, **look)
         top.set_ylabel(f"{self.loss_name} (nats per token)")
         top.grid(alpha=0.3)
         top.legend()
@@ -54,6 +55,9 @@ class PlotCurves(LogSink):
         bottom.grid(alpha=0.3)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp.png")
-        figure.savefig(temporary, dpi=120)
-        temporary.replace(self.path)
-        plt.close(figure)
+        try:
+            figure.savefig(temporary, dpi=120)
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            plt.close(figure)

@@ -20,6 +20,11 @@ def name_of(dest: str) -> str:
     return spellings(all_fields()[dest])[0]
 
 
+def was_given(args: Args, dest: str) -> bool:
+    """Whether the user gave this flag (on the command line or in YAML), also when it repeats the default."""
+    return args.provenance.get(dest) in ("command line", "yaml")
+
+
 def text_of(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(getattr(value, "name", value))
 
@@ -65,10 +70,12 @@ def check_built(args: Args) -> Iterator[Problem]:
 def check_required(args: Args) -> Iterator[Problem]:
     shape_from_checkpoint = args.use_checkpoint_args and not args.checkpoint_args_applied
     if not shape_from_checkpoint:
+        without_one = args.use_checkpoint_args and args.load and "checkpoint" not in args.provenance.values()
+        rule = "is required" + (f" (no checkpoint in --load {args.load} to take it from)" if without_one else "")
         for dest in SHAPE:
             optional = dest == "max_position_embeddings" and args.position_embedding_type == "none"
             if getattr(args, dest) is None and not optional:
-                yield problem(args, dest, "is required", EXAMPLES[dest])
+                yield problem(args, dest, rule, EXAMPLES[dest])
     if args.micro_batch_size is None:
         yield problem(args, "micro_batch_size", "is required", 4)
     if args.train_iters is None and args.train_samples is None and not args.skip_train:
@@ -203,7 +210,7 @@ def check_optimizer(args: Args) -> Iterator[Problem]:
     style, start, end = args.weight_decay_incr_style, args.start_weight_decay, args.end_weight_decay
     if style == "constant":
         for dest in ("start_weight_decay", "end_weight_decay"):
-            if args.provenance.get(dest) in ("command line", "yaml"):
+            if was_given(args, dest):
                 yield problem(args, dest, "needs --weight-decay-incr-style linear or cosine", "--weight-decay-incr-style linear")
     else:
         for dest in ("start_weight_decay", "end_weight_decay"):
@@ -218,8 +225,6 @@ def check_precision(args: Args) -> Iterator[Problem]:
         yield Problem("--fp16", "", "excludes --bf16: one number format", "--bf16")
     if args.min_loss_scale > args.initial_loss_scale:
         yield problem(args, "min_loss_scale", f"must be at most --initial-loss-scale {args.initial_loss_scale:g}", 1.0)
-    if args.fp16_lm_cross_entropy and not args.fp16:
-        yield problem(args, "fp16_lm_cross_entropy", "needs --fp16", "--fp16 --fp16-lm-cross-entropy")
 
 
 def check_run(args: Args) -> Iterator[Problem]:
@@ -246,6 +251,15 @@ def dropped_flags(args: Args) -> Iterator[str]:
         yield f"--manual-gc-interval {args.manual_gc_interval} has no effect without --manual-gc"
     if args.loss_scale is not None and not args.fp16:
         yield f"--loss-scale {args.loss_scale:g} has no effect without --fp16"
+    if args.timing_log_level == 2:
+        yield "--timing-log-level 2 shows what 1 does, and timers of level 2 that the script itself starts"
+    idle = [(dest, field) for dest, field in all_fields().items() if field.metadata["no_effect"]]
+    given = [(dest, field) for dest, field in idle if was_given(args, dest) and getattr(args, dest) != field.default]
+    if given:
+        reasons = "; ".join(f"{name_of(dest)} ({field.metadata['no_effect']})" for dest, field in given)
+        yield f"accepted, without effect here: {reasons}"
+    if args.save and args.save_interval is None and not args.skip_train:
+        yield f"--save {args.save} without --save-interval: the only checkpoint is written when training ends or is stopped"
     lengths = schedule_lengths(args)
     total, decay = lengths["total"], lengths["decay"]
     if total and decay and decay < total and args.lr_decay_style not in ("constant", "inverse-square-root") and not args.skip_train:

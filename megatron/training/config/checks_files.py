@@ -5,21 +5,21 @@ import re
 from collections.abc import Iterator
 
 from megatron.core import optional_imports
+from megatron.core.datasets.utils import get_blend_from_list, normalize, parse_and_normalize_split
+from megatron.core.tokenizers.build import TOKENIZER_TYPES
+from megatron.training import checkpoint_names
 from megatron.training.argument_utils import Problem
 from megatron.training.config.checks import Args, name_of, problem
 
 DATA_LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-# tokenizer type -> (flags it needs, package it needs)
-TOKENIZERS: dict[str, tuple[tuple[str, ...], str | None]] = {
-    "GPT2BPETokenizer": (("vocab_file", "merge_file"), "tokenizers"),
-    "SentencePieceTokenizer": (("tokenizer_model",), "sentencepiece"),
-    "GPTSentencePieceTokenizer": (("tokenizer_model",), "sentencepiece"),
-    "Llama2Tokenizer": (("tokenizer_model",), "sentencepiece"),
-    "HuggingFaceTokenizer": (("tokenizer_model",), "transformers"),
-    "TikTokenizer": (("tokenizer_model",), "tiktoken"),
-    "NullTokenizer": (("vocab_size",), None),
+TOKENIZER_PACKAGES = {
+    "GPT2BPETokenizer": "tokenizers",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "HuggingFaceTokenizer": "transformers",
+    "TikTokenizer": "tiktoken",
 }
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def is_remote(path: str) -> bool:
@@ -37,12 +37,9 @@ def check_data_source(args: Args) -> Iterator[Problem]:
     if args.split is not None:
         if given and "data_path" not in given and args.provenance.get("split") != "derived":
             yield problem(args, "split", f"needs --data-path; {name_of(given[0])} is not divided", "leave it out")
-        parts = re.split(r"[,/]", args.split)
         try:
-            weights = [float(part) for part in parts]
+            parse_and_normalize_split(args.split)
         except ValueError:
-            weights = []
-        if not 1 <= len(weights) <= 3 or not all(0 <= w < float("inf") for w in weights) or not sum(weights):
             yield problem(args, "split", "must be up to three numbers, not negative and not all 0, separated by commas", "90,5,5")
 
 
@@ -54,15 +51,16 @@ def check_data_files(args: Args) -> Iterator[Problem]:
         if not values:
             yield problem(args, dest, "takes at least one prefix", "PREFIX")
             continue
-        prefixes = values
-        numbers = [_number(value) for value in values]
-        if any(number is not None for number in numbers):
-            weights, prefixes = [w for w in numbers[::2] if w is not None], values[1::2]
-            if 2 * len(weights) != len(values) or any(number is not None for number in numbers[1::2]):
-                yield problem(args, dest, "must be prefixes alone, or a weight before each prefix", "0.7 PREFIX 0.3 PREFIX")
-                continue
-            if any(not 0 <= w < float("inf") for w in weights) or not sum(weights):
-                yield problem(args, dest, "weights must not be negative, nor all 0", "0.7 PREFIX 0.3 PREFIX")
+        example = "0.7 PREFIX 0.3 PREFIX"
+        try:
+            prefixes, weights = get_blend_from_list(values) or (values, None)
+        except ValueError:
+            yield problem(args, dest, "must be prefixes alone, or a weight before each prefix", example)
+            continue
+        try:
+            normalize([1.0] if weights is None else weights)
+        except ValueError:
+            yield problem(args, dest, "weights must not be negative, nor all 0", example)
         for prefix in prefixes:
             missing = [prefix + end for end in (".bin", ".idx") if not is_remote(prefix) and not os.path.isfile(prefix + end)]
             if missing:
@@ -71,23 +69,16 @@ def check_data_files(args: Args) -> Iterator[Problem]:
                 yield Problem(name_of(dest), prefix, f"no file {' and no file '.join(missing)}", hint)
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def check_tokenizer(args: Args) -> Iterator[Problem]:
     kind = args.tokenizer_type
     if kind is None:
         if not (args.use_checkpoint_args and not args.checkpoint_args_applied):
             yield problem(args, "tokenizer_type", "is required", "NullTokenizer --vocab-size 1024")
         return
-    if kind not in TOKENIZERS:
+    if kind not in TOKENIZER_TYPES:
         return
-    needs, package = TOKENIZERS[kind]
-    for dest in needs:
+    package = TOKENIZER_PACKAGES.get(kind)
+    for dest in TOKENIZER_TYPES[kind]:
         value = getattr(args, dest)
         if value is None:
             yield problem(args, dest, f"is required with --tokenizer-type {kind}", 1024 if dest == "vocab_size" else "FILE")
@@ -121,10 +112,26 @@ def check_folders(args: Args) -> Iterator[Problem]:
             yield problem(args, dest, "must be a folder, and is a file", "FOLDER")
     if args.metrics_file is not None and os.path.isdir(args.metrics_file):
         yield problem(args, "metrics_file", "must be a file, and is a folder", os.path.join(args.metrics_file, "metrics.jsonl"))
-    if args.load is not None and args.exit_on_missing_checkpoint and not is_remote(args.load):
-        wanted = TRACKER if args.ckpt_step is None else f"iter_{args.ckpt_step:07d}"
-        if not os.path.exists(os.path.join(args.load, wanted)):
-            yield problem(args, "load", f"holds no checkpoint (no {wanted}), and --exit-on-missing-checkpoint was given", "FOLDER")
+    if args.load is not None and not is_remote(args.load):
+        yield from _check_load(args)
+
+
+def _check_load(args: Args) -> Iterator[Problem]:
+    """--load names the folder of checkpoints; one of them inside it would pass for an empty folder, which starts anew."""
+    names = checkpoint_names
+    tracker = names.get_checkpoint_tracker_filename(args.load)
+    wanted = tracker if args.ckpt_step is None else names.get_checkpoint_name(args.load, args.ckpt_step)
+    if os.path.exists(wanted):
+        return
+    folder = os.path.abspath(args.load)
+    iteration = names.iteration_of(folder)
+    if os.path.isdir(folder) and not os.path.exists(tracker) and (iteration is not None or os.path.basename(folder) == names.RELEASE):
+        step = "" if iteration is None else f" --ckpt-step {iteration}"
+        rule = "is one checkpoint: --load takes the folder that holds it"
+        yield problem(args, "load", rule, f"{os.path.dirname(args.load.rstrip('/')) or '.'}{step}")
+    elif args.exit_on_missing_checkpoint:
+        rule = f"holds no checkpoint (no {os.path.basename(wanted)}), and --exit-on-missing-checkpoint was given"
+        yield problem(args, "load", rule, "FOLDER")
 
 
 RULES = (check_data_source, check_data_files, check_tokenizer, check_packages, check_folders)

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from megatron.core.tokenizers.build import TOKENIZER_TYPES
 from megatron.training.config.fields import SETTING, flag
 
 
@@ -30,11 +31,15 @@ class DataFlags:
     reset_attention_mask: bool = flag(False, "Tokens do not attend across an end of document.")
     eod_mask_loss: bool = flag(False, "No loss where the label follows an end of document.")
     create_attention_mask_in_dataloader: bool = flag(
-        True, "No effect: the loader makes a mask only where --reset-attention-mask needs one.",
-        names=("--no-create-attention-mask-in-dataloader",)
+        True,
+        "No attention mask from the loader.",
+        names=("--no-create-attention-mask-in-dataloader",),
+        no_effect="the loader makes a mask only where --reset-attention-mask needs one",
     )
     mmap_bin_files: bool = flag(True, "Read .bin files instead of mapping them.", names=("--no-mmap-bin-files",))
-    num_dataset_builder_threads: int = flag(1, "Threads that build the corpora's indices.", minimum=1)
+    num_dataset_builder_threads: int = flag(
+        1, "Threads that build the corpora's indices.", minimum=1, no_effect="each rank builds its indices in one thread"
+    )
     mid_level_dataset_surplus: float = flag(
         0.005, "Samples asked of each corpus of a blend beyond its share, as a fraction.", minimum=0.0, maximum=1.0
     )
@@ -61,15 +66,7 @@ class TokenizerFlags:
             "NullMultimodalTokenizer",
             "SFTTokenizer",
         ),
-        built=(
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ),
+        built=tuple(TOKENIZER_TYPES),
         checkpoint=SETTING,
     )
     tokenizer_model: str | None = flag(None, "File or folder of the tokenizer (or a Hugging Face name).", checkpoint=SETTING)

@@ -27,6 +27,7 @@ def flag(
     below: float | None = None,
     built: tuple[str, ...] | None = None,
     checkpoint: str | None = None,
+    no_effect: str = "",
     ours: bool = False,
 ) -> Any:
     """A field for one flag.
@@ -39,6 +40,7 @@ def flag(
         type: converter class where the annotation does not say it (enumerations).
         minimum, maximum, above, below: bounds of a number (`above` and `below` are exclusive).
         checkpoint: ARCHITECTURE, SETTING or None, see above.
+        no_effect: why another value than the default changes nothing here; the help and a note to who gives it say so.
         ours: not a flag of Megatron-LM.
     """
     metadata = {
@@ -54,6 +56,7 @@ def flag(
         "below": below,
         "built": built,
         "checkpoint": checkpoint,
+        "no_effect": no_effect,
         "ours": ours,
     }
     return dataclasses.field(default=default, metadata=metadata)

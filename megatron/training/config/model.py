@@ -13,8 +13,7 @@ class ModelFlags:
     hidden_size: int | None = flag(None, "Width of the residual stream.", minimum=1, checkpoint=ARCHITECTURE)
     ffn_hidden_size: int | None = flag(
         None,
-        "Inner width of the MLP. Default: 4 times --hidden-size; with a gate (--swiglu, --quick-geglu) 8/3 of it, "
-        "rounded down to a multiple of 64.",
+        "Inner width of the MLP. Default: 4 times --hidden-size; with --swiglu 8/3 of it, rounded down to a multiple of 64.",
         minimum=1,
         checkpoint=ARCHITECTURE,
     )
@@ -35,8 +34,12 @@ class ModelFlags:
         None, "Standard deviation of the initial embeddings. Default: --init-method-std.", minimum=0.0
     )
     perform_initialization: bool = flag(True, "Leave the weights as they are allocated.", names=("--no-initialization",))
-    use_cpu_initialization: bool | None = flag(None, "Accepted: initial weights do not depend on the layout on any device.")
-    deprecated_use_mcore_models: bool = flag(False, "No effect: there are no other models.", names=("--use-mcore-models",))
+    use_cpu_initialization: bool | None = flag(
+        None, "Draw the initial weights on the CPU; another device draws other values from the same seed."
+    )
+    deprecated_use_mcore_models: bool = flag(
+        False, "The models of megatron.core.", names=("--use-mcore-models",), no_effect="there are no others"
+    )
 
 
 @dataclass
@@ -58,7 +61,12 @@ class AttentionFlags:
         checkpoint=SETTING,
     )
     attention_softmax_in_fp32: bool = flag(False, "The softmax of the plain attention is in fp32.")
-    masked_softmax_fusion: bool = flag(True, "Scale, mask and softmax of the plain attention apart.", names=("--no-masked-softmax-fusion",))
+    masked_softmax_fusion: bool = flag(
+        True,
+        "Scale, mask and softmax of the plain attention apart.",
+        names=("--no-masked-softmax-fusion",),
+        no_effect="they always are apart",
+    )
     attention_backend: str = flag(
         "auto",
         "Kernel of attention. `flash`, `fused`, `auto`: scaled_dot_product_attention or Transformer Engine's choice; "
@@ -111,7 +119,7 @@ class NormFlags:
         False, "The norm's weight is stored minus 1.", names=("--apply-layernorm-1p",), checkpoint=ARCHITECTURE
     )
     qk_layernorm: bool = flag(False, "Norms of query and key heads before the scores.", checkpoint=ARCHITECTURE)
-    no_persist_layer_norm: bool = flag(False, "Choose another, equivalent norm kernel.")
+    no_persist_layer_norm: bool = flag(False, "Not the persistent norm kernel.", no_effect="there is one norm kernel")
 
 
 @dataclass
@@ -127,8 +135,10 @@ class KernelFlags:
     bias_gelu_fusion: bool = flag(True, "Bias and GELU apart.", names=("--no-bias-gelu-fusion",))
     bias_swiglu_fusion: bool = flag(True, "Bias and SwiGLU apart.", names=("--no-bias-swiglu-fusion",))
     bias_dropout_fusion: bool = flag(True, "Bias, dropout and residual apart.", names=("--no-bias-dropout-fusion",))
-    cross_entropy_loss_fusion: bool = flag(False, "Cross entropy by one kernel.")
-    cross_entropy_fusion_impl: str = flag("native", "Whose kernel that is.", choices=("native", "te"), built=("native",))
+    cross_entropy_loss_fusion: bool = flag(
+        False, "Cross entropy by one kernel.", no_effect="one implementation, which takes the loss a block at a time"
+    )
+    cross_entropy_fusion_impl: str = flag("native", "Whose cross entropy.", choices=("native", "te"), built=("native",))
     gradient_accumulation_fusion: bool = flag(
         True,
         "Weight gradients are computed first and added after, not by one matrix product.",

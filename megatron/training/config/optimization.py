@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron.core.optimizer_param_scheduler import LR_DECAY_STYLES, WD_INCR_STYLES, WSD_DECAY_STYLES
 from megatron.training.config.fields import flag
 
 
@@ -23,7 +24,7 @@ class OptimizerFlags:
     weight_decay: float = flag(0.01, "Weight decay of matrices; norms and biases have none.", minimum=0.0)
     start_weight_decay: float | None = flag(None, "Its first value, with --weight-decay-incr-style linear or cosine.", minimum=0.0)
     end_weight_decay: float | None = flag(None, "Its last value, with --weight-decay-incr-style linear or cosine.", minimum=0.0)
-    weight_decay_incr_style: str = flag("constant", "How it grows over training.", choices=("constant", "linear", "cosine"))
+    weight_decay_incr_style: str = flag("constant", "How it grows over training.", choices=WD_INCR_STYLES)
     apply_wd_to_qk_layernorm: bool = flag(False, "Weight decay also for the norms of query and key heads.")
 
 
@@ -33,7 +34,7 @@ class LearningRateFlags:
 
     lr: float | None = flag(None, "Largest rate, reached after warm-up.", minimum=0.0)
     min_lr: float = flag(0.0, "Rate at the end of the decay.", minimum=0.0)
-    lr_decay_style: str = flag("linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    lr_decay_style: str = flag("linear", "Shape of the decay.", choices=LR_DECAY_STYLES)
     lr_decay_iters: int | None = flag(
         None, "End of the decay, counted from the start, warm-up included. Default: --train-iters.", unit="iterations", minimum=1
     )
@@ -42,7 +43,7 @@ class LearningRateFlags:
     lr_warmup_samples: int = flag(0, "The same in samples.", unit="samples", minimum=0)
     lr_warmup_fraction: float | None = flag(None, "The same as a share of the decay's length.", minimum=0.0, maximum=1.0)
     lr_warmup_init: float = flag(0.0, "Rate at the start of warm-up.", minimum=0.0)
-    lr_wsd_decay_style: str = flag("exponential", "Shape of WSD's decay.", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_style: str = flag("exponential", "Shape of WSD's decay.", choices=WSD_DECAY_STYLES)
     lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's decay, at the end.", unit="iterations", minimum=1)
     lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", unit="samples", minimum=1)
     decoupled_lr: float | None = flag(None, "Another rate for embedding and head.", minimum=0.0)
@@ -71,4 +72,3 @@ class PrecisionFlags:
     loss_scale_window: float = flag(1000, "Good steps in a row before the dynamic loss scale doubles.", unit="iterations", minimum=1)
     hysteresis: int = flag(2, "Bad steps before the dynamic loss scale halves.", unit="iterations", minimum=1)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Gradients are summed in fp32; always so with --bf16.")
-    fp16_lm_cross_entropy: bool = flag(False, "The loss is computed in float16; with --fp16.")

@@ -32,8 +32,12 @@ class CheckpointFlags:
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
         built=("torch_dist",),
     )
-    use_dist_ckpt_deprecated: bool = flag(False, "No effect.", names=("--use-dist-ckpt",))
-    dist_ckpt_format_deprecated: str | None = flag(None, "No effect.", names=("--dist-ckpt-format",))
+    use_dist_ckpt_deprecated: bool = flag(
+        False, "The torch_dist format.", names=("--use-dist-ckpt",), no_effect="--ckpt-format has torch_dist alone"
+    )
+    dist_ckpt_format_deprecated: str | None = flag(
+        None, "Old name of --ckpt-format.", names=("--dist-ckpt-format",), no_effect="--ckpt-format has torch_dist alone"
+    )
 
 
 @dataclass
@@ -46,9 +50,18 @@ class LoggingFlags:
     log_num_zeros_in_grad: bool = flag(False, "The number of zeros in the gradients in the line.")
     log_progress: bool = flag(False, "Keep a progress.txt in the --save folder.")
     logging_level: int | None = flag(None, "Level of Python's logging, 10 = debug, 20 = info, 30 = warnings.", minimum=0)
-    timing_log_level: int = flag(0, "0: the iteration alone; 1: its phases; 2: each part.", choices=(0, 1, 2))  # type: ignore[arg-type]
+    timing_log_level: int = flag(
+        0,
+        "0: the iteration alone; 1: its phases; 2: also timers of that level, which only a script starts.",
+        choices=(0, 1, 2),  # type: ignore[arg-type]
+    )
     timing_log_option: str = flag("minmax", "Over ranks: the largest, the extremes, or all.", choices=("max", "minmax", "all"))
-    barrier_with_L1_time: bool = flag(True, "No barrier before the timers of level 1.", names=("--no-barrier-with-level-1-timing",))
+    barrier_with_L1_time: bool = flag(
+        True,
+        "No barrier before the timers of level 1.",
+        names=("--no-barrier-with-level-1-timing",),
+        no_effect="timers never wait for other ranks",
+    )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard.")
     tensorboard_log_interval: int = flag(1, "Write scalars every so many iterations.", unit="iterations", minimum=1)
     tensorboard_queue_size: int = flag(1000, "Events kept before they are written.", minimum=1)

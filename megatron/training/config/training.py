@@ -41,10 +41,14 @@ class TrainingFlags:
         choices=tuple(s.name for s in signal.Signals),
     )
     calculate_per_token_loss: bool = flag(False, "Normalise by the valid tokens of the global batch, not per micro batch.")
-    check_for_nan_in_loss_and_grad: bool = flag(True, "Do not gate updates on NaN and Inf.", names=("--no-check-for-nan-in-loss-and-grad",))
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True,
+        "Go on after NaN or Inf in loss or gradients, and count such steps, instead of stopping; either way they change no weight.",
+        names=("--no-check-for-nan-in-loss-and-grad",),
+    )
     manual_gc: bool = flag(False, "Python's garbage collector runs only when told.")
     manual_gc_interval: int = flag(0, "Collect every so many iterations, with --manual-gc; 0 = never.", unit="iterations", minimum=0)
-    manual_gc_eval: bool = flag(True, "No collection around evaluation.")
+    manual_gc_eval: bool = flag(True, "No collection around evaluation.", no_effect="none is made there")
     yaml_cfg: str | None = flag(None, "Read flags from this YAML file (keys as the flags, or nested one level); the command line wins.")
     check_config: bool = flag(False, "Check the command line, print the resolved configuration and exit.", ours=True)
     check_config_world_size: int | None = flag(
@@ -70,7 +74,9 @@ class DistributedFlags:
     distributed_backend: str = flag("nccl", "Communication of GPU tensors; without a GPU gloo is used.", choices=("nccl", "gloo"))
     overlap_grad_reduce: bool = flag(False, "Reduce gradients over data-parallel ranks while the backward pass still runs.")
     distributed_timeout_minutes: int = flag(10, "After it a collective that hangs is an error.", unit="minutes", minimum=1)
-    local_rank: int = flag(0, "Accepted for old launchers; LOCAL_RANK of the environment wins.", minimum=0)
+    local_rank: int = flag(
+        0, "Rank on this host, by old launchers: it chooses the GPU. LOCAL_RANK or SLURM_LOCALID of the environment wins.", minimum=0
+    )
 
 
 @dataclass

@@ -32,10 +32,27 @@ def test_get_blend_from_list():
             get_blend_from_list(wrong)
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2"])
-def test_splits_that_mean_nothing_are_refused(split):
-    with pytest.raises(ValueError, match="969,30,1"):
+@pytest.mark.parametrize(
+    ("split", "why"),
+    [
+        ("", "a weight is missing"),
+        ("90,10,", "a weight is missing"),
+        ("a,1", "'a' is not a number"),
+        ("1,2,3,4", "it has 4 weights"),
+        ("0,0,0", "all weights are 0"),
+        ("-1,2", "-1 is negative or not finite"),
+        ("inf,1", "inf is negative or not finite"),
+        ("nan", "nan is negative or not finite"),
+    ],
+)
+def test_splits_that_mean_nothing_are_refused(split, why):
+    with pytest.raises(ValueError, match=rf"split '{split}': {why}; .* 969,30,1"):
         parse_and_normalize_split(split)
+
+
+def test_splits():
+    assert parse_and_normalize_split("90, 10") == [0.9, 0.1, 0.0]
+    assert parse_and_normalize_split("1/0/3") == [0.25, 0.0, 0.75]
 
 
 def test_all_problems_of_a_config_come_together():

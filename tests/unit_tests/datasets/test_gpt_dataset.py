@@ -137,7 +137,7 @@ def test_a_corpus_too_small_is_refused(tmp_path):
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     prefix = write_corpus(tmp_path / "other", random_documents(4))
-    with pytest.raises(ValueError, match=r"other: sample 0 holds ids from .* beyond the model's vocabulary of 200"):
+    with pytest.raises(ValueError, match=r"other: sample 0 holds ids from .* beyond the vocabulary of 200"):
         one_dataset(prefix, make_config(blend=([prefix], None), vocab_size=200))
     one_dataset(prefix, make_config(blend=([prefix], None), vocab_size=1000))
 

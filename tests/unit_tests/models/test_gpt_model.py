@@ -162,13 +162,24 @@ def test_refusals():
         model(logical_vocab_size=99)
     with pytest.raises(ValueError, match="transformer"):
         get_gpt_layer_with_transformer_engine_spec()
-    with pytest.raises(ValueError, match="num_experts is not supported yet"):
+    with pytest.raises(ValueError, match="num_experts = 4 is not built yet; leave it out"):
         get_gpt_layer_local_spec(num_experts=4)
     with pytest.raises(ValueError, match="max_position_embeddings is 12"):
         model(position="learned_absolute")(torch.zeros(1, 14, dtype=torch.long), torch.arange(14)[None], None)
     with pytest.raises(ValueError, match="the block's spec lists 2 layers"):
         config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4)
         GPTModel(config, get_gpt_decoder_block_spec(model().config, False), VOCAB, SEQ)
+
+
+def test_a_normalization_that_contradicts_the_config_is_refused():
+    config = model("llama").config
+    for normalization in (None, "RMSNorm"):
+        GPTModel(config, get_gpt_layer_local_spec(normalization=normalization), VOCAB, SEQ)
+    for spec in (get_gpt_layer_local_spec(normalization="LayerNorm"), get_gpt_decoder_block_spec(config, False, normalization="LayerNorm")):
+        with pytest.raises(ValueError, match=r"'LayerNorm' contradicts config.normalization 'RMSNorm'"):
+            GPTModel(config, spec, VOCAB, SEQ)
+    with pytest.raises(ValueError, match="'X' must be 'LayerNorm' or 'RMSNorm'"):
+        get_gpt_layer_local_spec(normalization="X")
 
 
 def test_block_spec_builds_the_same_model():

@@ -112,7 +112,7 @@ def _tied_over_stages():
 
 
 def test_a_tied_parameter_on_two_stages_counts_once():
-    """OPT-14."""
+    """Tied embeddings on the first and last stage must not be counted twice in the norm."""
     assert run_on_ranks(2, _tied_over_stages) == [6.0, 6.0]
 
 

@@ -160,7 +160,7 @@ def test_a_nonfinite_gradient_changes_nothing_in_that_step(precision, kind, bad)
 
 
 def test_a_poisoned_weight_never_spreads():
-    """LOG-03: every later step is skipped and counted; other weights keep their values."""
+    """Training must not go on with NaN unnoticed: every later step is skipped and counted; other weights keep their values."""
     ddp, optimizer = make()
     train(ddp, optimizer, range(2))
     with torch.no_grad():
@@ -318,7 +318,7 @@ def test_reload_model_params():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimizer": "muon"}, "'muon' is not built"),
+        ({"optimizer": "muon"}, "'muon' is not built yet"),
         ({"fp16": True, "bf16": True}, "keep one"),
         ({"use_distributed_optimizer": True}, "use_distributed_optimizer"),
         ({"clip_grad": -1.0}, "clip_grad is -1.0"),

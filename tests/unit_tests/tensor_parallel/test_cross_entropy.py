@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import cross_entropy
+from megatron.core import device, parallel_state
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.distributed import run_on_ranks
 
@@ -39,7 +38,7 @@ def reference(logits, target, scale, smoothing=0.0):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("block", [1, 100, 1 << 20])
 def test_equals_torch(monkeypatch, consume, smoothing, block):
-    monkeypatch.setitem(cross_entropy.BLOCK_ELEMENTS, "cpu", block)
+    monkeypatch.setitem(device.BLOCK_ELEMENTS, "cpu", block)
     logits, target, scale = data()
     got = run(logits, target, scale, label_smoothing=smoothing, consume_logits=consume)
     torch.testing.assert_close(got, reference(logits, target, scale, smoothing), rtol=1e-12, atol=1e-12)

@@ -110,6 +110,8 @@ BAD = [
     ("--split 9,x", 1, ["--split 9,x", "90,5,5"]),
     ("--split 0,0,0", 1, ["--split 0,0,0"]),
     ("--split 1,1,1,1", 1, ["--split 1,1,1,1"]),
+    ("--split 90,10,", 1, ["--split 90,10,", "90,5,5"]),
+    ("--fp16-lm-cross-entropy", 1, ["--fp16-lm-cross-entropy", "does not support yet"]),
     ("--tokenizer-type SentencePieceTokenizer", 1, ["--tokenizer-model", "is required"]),
     ("--tokenizer-type SentencePieceTokenizer --tokenizer-model /no/file", 1, ["--tokenizer-model /no/file", "no such file"]),
     ("--tokenizer-type BertWordPieceCase", 1, ["BertWordPieceCase", "not support it yet"]),
@@ -219,19 +221,20 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
     assert "--lr: is required" not in found
 
 
-OPT_IN = ["--bf16", "--fp16", "--swiglu", "--squared-relu", "--quick-geglu", "--openai-gelu", "--disable-bias-linear", "--add-qkv-bias",
-          "--qk-layernorm", "--apply-layernorm-1p", "--group-query-attention", "--use-rotary-position-embeddings", "--use-flash-attn",
-          "--untie-embeddings-and-output-weights", "--apply-query-key-layer-scaling", "--calculate-per-token-loss", "--manual-gc",
-          "--cross-entropy-loss-fusion", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--skip-train",
-          "--exit-signal-handler", "--log-throughput", "--use-cpu-initialization", "--no-gradient-accumulation-fusion"]  # fmt: skip
+NEEDS_MORE = {
+    "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
+    "--use-checkpoint-args", "--help",
+}  # fmt: skip
+SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 
 
-@pytest.mark.parametrize("flag", OPT_IN)
+@pytest.mark.parametrize("flag", SWITCHES)
 def test_no_feature_fails_because_of_an_untouched_default(flag: str) -> None:
     args = checked([*TINY, flag])
     config = arguments.core_transformer_config_from_args(args)
     arguments.ddp_config_from_args(args)
     arguments.optimizer_config_from_args(args)
+    arguments.gpt_dataset_config_from_args(args, tokenizer=object())
     assert config.num_layers == 4
 
 
@@ -308,6 +311,62 @@ def test_checkpoint_arguments_have_the_documented_precedence(tmp_path: Path) -> 
         apply_checkpoint_args(args, saved)
     with pytest.raises(UsageError, match=r"--squared-relu.*|--disable-bias-linear.*"):
         apply_checkpoint_args(parse_args(argv=[*line, "--disable-bias-linear"]), saved)
+
+
+def test_checkpoint_arguments_of_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    line = ["--use-checkpoint-args", "--load", str(tmp_path)]
+    args = parse_args(argv=[*TINY, *line])
+    assert apply_checkpoint_args(args, {}) == [f"no checkpoint in --load {tmp_path}: --use-checkpoint-args takes nothing from it"]
+    validate_args(args)
+    args = parse_args(argv=[*without("--num-layers"), *line])
+    apply_checkpoint_args(args, {})
+    with pytest.raises(UsageError, match=r"--num-layers: is required \(no checkpoint in --load"):
+        validate_args(args)
+
+
+def test_load_of_one_checkpoint_instead_of_their_folder(tmp_path: Path) -> None:
+    one = tmp_path / "iter_0000012"
+    one.mkdir()
+    (found,) = problems_of([*TINY, "--load", f"{one}/"])
+    assert "is one checkpoint" in found and f"(works: --load {tmp_path} --ckpt-step 12)" in found
+    (found,) = problems_of([*TINY, "--load", str(one), "--ckpt-step", "12"])
+    assert "is one checkpoint" in found
+    (tmp_path / "release").mkdir()
+    (found,) = problems_of([*TINY, "--load", str(tmp_path / "release")])
+    assert f"(works: --load {tmp_path})" in found
+    assert checked([*TINY, "--load", str(tmp_path), "--ckpt-step", "12", "--exit-on-missing-checkpoint"]).load == str(tmp_path)
+    assert checked([*TINY, "--load", str(tmp_path / "not-there-yet")]).notes == []
+
+
+def test_the_local_rank_of_the_line_counts_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import device
+    from megatron.training import initialize
+
+    chosen: list[int] = []
+    monkeypatch.setattr(device, "set_device", chosen.append)
+    monkeypatch.setattr(initialize.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(initialize.parallel_state, "initialize_model_parallel", lambda **_: None)
+    initialize.start_processes(parse_args(argv=[*TINY, "--local-rank", "3"]))
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    initialize.start_processes(parse_args(argv=[*TINY, "--local-rank", "3"]))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    initialize.start_processes(parse_args(argv=[*TINY, "--local-rank", "3"]))
+    assert chosen == [3, 2, 1]
+
+
+@pytest.mark.parametrize("values", ["-1 {0}", "0 {0} 0 {0}", "inf {0}", "1 {0} 1e400 {0}"])
+def test_weights_of_a_blend(values: str, tmp_path: Path) -> None:
+    for end in (".bin", ".idx"):
+        (tmp_path / f"text{end}").touch()
+    given = values.format(tmp_path / "text").split()
+    (found,) = problems_of([*without("--mock-data"), "--data-path", *given])
+    assert "weights must not be negative, nor all 0" in found
+    assert checked([*without("--mock-data"), "--data-path", "0.5", given[1], "2", given[1]]).data_path is not None
+
+
+def test_default_width_of_the_mlp() -> None:
+    width = {flag: checked([*TINY, "--hidden-size", "4096", *flag]).ffn_hidden_size for flag in ((), ("--swiglu",), ("--quick-geglu",))}
+    assert width == {(): 16384, ("--swiglu",): 10880, ("--quick-geglu",): 16384}
 
 
 def as_yaml(line: list[str]) -> str:

@@ -16,6 +16,7 @@ def test_derived_sizes():
     config = TransformerConfig(**SHAPE, bf16=True)
     assert (config.ffn_hidden_size, config.kv_channels, config.num_query_groups) == (256, 16, 4)
     assert config.params_dtype is torch.bfloat16
+    assert TransformerConfig(**{**SHAPE, "hidden_size": 4096}, gated_linear_unit=True).ffn_hidden_size == 16384  # not 8/3
     assert TransformerConfig(**SHAPE, apply_query_key_layer_scaling=True, attention_softmax_in_fp32=False).attention_softmax_in_fp32
 
 
@@ -37,11 +38,13 @@ def test_all_problems_at_once():
         ({"num_query_groups": 3}, "not divisible by num_query_groups 3"),
         ({"sequence_parallel": True}, "sequence_parallel needs tensor_model_parallel_size > 1"),
         ({"hidden_dropout": 1.0}, "hidden_dropout 1.0 must be in"),
-        ({"context_parallel_size": 2}, "context_parallel_size > 1 is not supported yet"),
-        ({"recompute_granularity": "full"}, "recompute_granularity is not supported yet"),
-        ({"num_moe_experts": 8}, "num_moe_experts is not supported yet"),
-        ({"fp8": "e4m3"}, "fp8 is not supported yet"),
-        ({"fp32_residual_connection": True}, "fp32_residual_connection is not supported yet"),
+        ({"context_parallel_size": 2}, "context_parallel_size = 2 is not built yet; leave it at 1"),
+        ({"recompute_granularity": "full"}, "recompute_granularity = 'full' is not built yet; leave it at None"),
+        ({"num_moe_experts": 8}, "num_moe_experts = 8 is not built yet"),
+        ({"fp8": "e4m3"}, "fp8 = 'e4m3' is not built yet"),
+        ({"fp32_residual_connection": True}, "fp32_residual_connection = True is not built yet"),
+        ({"deterministic_mode": True}, "deterministic_mode = True is not built yet; leave it at False"),
+        ({"memory_efficient_layer_norm": True}, "memory_efficient_layer_norm = True is not built yet"),
     ],
 )
 def test_refusals_name_the_setting(extra, message):

@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron.core.extensions.transformer_engine import transformer_engine_problem
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_layer_norm import is_rms
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.process_groups_config import default_pg_collection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -24,12 +25,11 @@ FUSED_NORM_KEYS = {
 
 
 def layer_spec(backend: BackendSpecProvider, *, qk_layernorm: bool = False, normalization: str | None = None) -> ModuleSpec:
-    """A pre-norm layer of self-attention and MLP from a backend's parts."""
-    rms = normalization == "RMSNorm"
+    """A pre-norm layer of self-attention and MLP from a backend's parts. `normalization` is held against the config's when it is built."""
     norm_linear = backend.column_parallel_layer_norm_linear()
-    norm = backend.layer_norm(rms_norm=rms) if norm_linear is None else IdentityOp
+    norm = _norm(backend, normalization) if norm_linear is None else IdentityOp
     column = backend.column_parallel_linear() if norm_linear is None else norm_linear
-    head_norm = backend.layer_norm(rms_norm=rms, for_qk=True) if qk_layernorm else None
+    head_norm = _norm(backend, normalization, for_qk=True) if qk_layernorm else None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -54,10 +54,17 @@ def layer_spec(backend: BackendSpecProvider, *, qk_layernorm: bool = False, norm
     )
 
 
+def _norm(backend: BackendSpecProvider, normalization: str | None, for_qk: bool = False) -> Any:
+    if normalization is None:
+        return backend.layer_norm(for_qk=for_qk)
+    norm = backend.layer_norm(rms_norm=is_rms(normalization), for_qk=for_qk)
+    return ModuleSpec(module=norm, params={"normalization": normalization})
+
+
 def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value:
-            raise ValueError(f"GPT layer spec: {name} is not supported yet; leave it out")
+            raise ValueError(f"GPT layer spec: {name} = {value!r} is not built yet; leave it out")
 
 
 def get_gpt_layer_local_spec(
@@ -69,7 +76,10 @@ def get_gpt_layer_local_spec(
     normalization: str | None = None,
     qk_l2_norm: bool | None = False,
 ) -> ModuleSpec:
-    """A layer of the local backend. `normalization` None: as the config says."""
+    """A layer of the local backend. `normalization` None: as the config says; another kind than the config's is refused when it is built.
+
+    Raises ValueError for an unknown normalization and for what is not built yet.
+    """
     _refuse(
         num_experts=num_experts,
         moe_grouped_gemm=moe_grouped_gemm,

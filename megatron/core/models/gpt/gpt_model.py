@@ -96,21 +96,26 @@ class GPTModel(LanguageModule):
                 vp_stage=vp_stage,
             )
             if post_process:
-                self.output_layer = ColumnParallelLinear(
-                    config.hidden_size,
-                    vocab_size,
-                    config=config,
-                    init_method=config.embedding_init_method if share_embeddings_and_output_weights else config.init_method,  # type: ignore[arg-type]
-                    bias=False,
-                    gather_output=not parallel_output,
-                    skip_weight_param_allocation=share_embeddings_and_output_weights and pre_process,
-                    pg_collection=self.pg_collection,
-                    logical_size=config.logical_vocab_size,
-                    shared_with=EMBEDDING_KEY if tied_across_stages else None,
-                )
+                self.output_layer = self._build_output_layer(tied_across_stages)
         build_param_table(self)
         if config.perform_initialization:
             initialize_parameters(self, config.init_seed)
+
+    def _build_output_layer(self, tied_across_stages: bool) -> ColumnParallelLinear:
+        """The projection to the vocabulary; without a weight of its own where the embedding of this chunk lends it."""
+        config, tied = self.config, self.share_embeddings_and_output_weights
+        return ColumnParallelLinear(
+            config.hidden_size,
+            self.vocab_size,
+            config=config,
+            init_method=config.embedding_init_method if tied else config.init_method,  # type: ignore[arg-type]
+            bias=False,
+            gather_output=not self.parallel_output,
+            skip_weight_param_allocation=tied and self.pre_process,
+            pg_collection=self.pg_collection,
+            logical_size=config.logical_vocab_size,
+            shared_with=EMBEDDING_KEY if tied_across_stages else None,
+        )
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
         """Hidden states from the stage before."""
@@ -175,8 +180,8 @@ def _check_arguments(config: TransformerConfig, vocab_size: int, tp: int, positi
             f"the tensor-parallel group has {tp} ranks but config.tensor_model_parallel_size is {config.tensor_model_parallel_size}"
         )
     if fp16_loss:
-        problems.append("fp16_lm_cross_entropy is not supported: the loss is computed in fp32 a block at a time, at no cost in memory")
+        problems.append("fp16_lm_cross_entropy is not built yet; leave it out: the loss in fp32 takes no more memory")
     if mtp is not None:
-        problems.append("mtp_block_spec is not supported yet; leave it out")
+        problems.append("mtp_block_spec is not built yet; leave it out")
     if problems:
         raise ValueError("; ".join(problems))

@@ -7,9 +7,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, empty_parameter
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.param_sharding import declare, replicated
+from megatron.core.tensor_parallel.random import dropout_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import dropout_state
 from megatron.core.utils import Group
 
 
@@ -49,7 +49,7 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         if num_tokentypes:
-            raise ValueError("LanguageModelEmbedding: token types are not supported; use num_tokentypes 0")
+            raise ValueError("LanguageModelEmbedding: num_tokentypes is not built yet; leave it at 0")
         groups = default_pg_collection(pg_collection)
         self.tp_group = groups.tp if tp_group is None else tp_group
         self.add_position_embedding = position_embedding_type == "learned_absolute"
@@ -74,7 +74,7 @@ class LanguageModelEmbedding(MegatronModule):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, tokentype_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         if tokentype_ids is not None:
-            raise ValueError("LanguageModelEmbedding: token types are not supported; pass no tokentype_ids")
+            raise ValueError("LanguageModelEmbedding: tokentype_ids is not built yet; leave it out")
         embeddings = self.word_embeddings(input_ids.t())  # looked up in [s, b], so that no activation is transposed
         if self.add_position_embedding:
             assert position_ids is not None, "learned positions need position_ids"

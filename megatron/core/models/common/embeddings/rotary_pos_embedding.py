@@ -95,6 +95,6 @@ def apply_rotary_pos_emb(
 ) -> torch.Tensor:
     """Turn t [s, b, heads, d] by freqs [s, 1, 1, width <= d]: the fast path with config.apply_rope_fusion, else its plain twin."""
     if cu_seqlens is not None or mscale != 1.0:
-        raise ValueError("apply_rotary_pos_emb: cu_seqlens and mscale are not supported yet; leave them out")
+        raise ValueError("apply_rotary_pos_emb: cu_seqlens and mscale are not built yet; leave them out")
     apply = fused_apply_rotary if config.apply_rope_fusion else apply_rotary_plain
     return apply(t, freqs, config.rotary_interleaved)
