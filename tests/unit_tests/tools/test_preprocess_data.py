@@ -210,7 +210,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path):
 @pytest.fixture(scope="module")
 def punkt(tmp_path_factory):
     """A folder for NLTK_DATA with a Punkt model that knows no abbreviations."""
-    import nltk
+    nltk = pytest.importorskip("nltk", reason="--split-sentences needs nltk")
     from nltk.tokenize import punkt
 
     folder = tmp_path_factory.mktemp("nltk")
@@ -246,6 +246,7 @@ assert sentence_splitter("english", False)(text) == [" They came.", "They left."
 
 
 def test_a_missing_sentence_model_is_said(tmp_path):
+    pytest.importorskip("nltk", reason="--split-sentences needs nltk")
     source = write_lines(tmp_path / "in.jsonl", [{"text": "1"}])
     result = run(tmp_path, "--input", source, "--split-sentences", "--lang", "klingon", environment={"NLTK_DATA": str(tmp_path)})
     assert result.returncode == 1 and "no Punkt model for --lang klingon; set NLTK_DATA" in result.stderr and outputs(tmp_path) == []
