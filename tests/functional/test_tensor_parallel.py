@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import load_common_state_dict
 from tests.functional.runner import Result, checkpoint_tensors, on, torchrun, train
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -57,6 +58,8 @@ def test_checkpoints_go_on_in_another_tensor_parallel_size(corpus: Path, tmp_pat
         assert_same_training(result, straight, after)
     for result in (second, third):
         assert result.out.count("of another layout: random states were taken where it has them") == 1
+    operations = [load_common_state_dict(tmp_path / f"iter_{n:07d}")["num_floating_point_operations_so_far"] for n in (3, 6, 9)]
+    assert operations == pytest.approx([operations[0] * part for part in (1, 2, 3)]), "a sample costs the same in every layout"
     saved = [checkpoint_tensors(tmp_path, iteration) for iteration in (3, 6, 9)]
     for key in ("embedding.word_embeddings.weight", "output_layer.weight", "optimizer.state.exp_avg.output_layer.weight"):
         assert [len(tensors[key]) for tensors in saved] == [128, 256, 128]
