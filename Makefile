@@ -1,7 +1,7 @@
 # `make train`: raw text to a trained GPT. `make test`: the tests. Both set up .venv themselves.
 PY := .venv/bin/python
 
-.PHONY: train test test-all test-gpu check setup clean
+.PHONY: train test test-all test-layouts test-gpu check setup clean
 
 train: setup
 	$(PY) examples/train_on_python_source/run.py
@@ -11,6 +11,9 @@ test: setup check
 
 test-all: setup check
 	$(PY) -m pytest -n 2 --dist loadscope -m "not gpu" tests
+
+test-layouts: setup
+	$(PY) -m pytest -n 2 --dist loadscope -m "not gpu" tests/parallel_equivalence
 
 test-gpu: setup
 	$(PY) -m pytest -m gpu tests

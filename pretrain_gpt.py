@@ -44,7 +44,7 @@ def model_provider(
     """The part of the model that this rank holds, in fp32 on the device it trains on, with its initial weights."""
     args = get_args()
     config = core_transformer_config_from_args(args)
-    config.logical_vocab_size = get_tokenizer().vocab_size
+    config.logical_vocab_size, config.softmax_vocab_size = get_tokenizer().vocab_size, args.softmax_vocab_size
     use_te = args.transformer_impl == "transformer_engine"
     with torch.device(device.current_device()):
         return GPTModel(

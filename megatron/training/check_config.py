@@ -52,7 +52,7 @@ def embedding_parameters(args: argparse.Namespace) -> int | None:
 
 
 def state_bytes_per_parameter(args: argparse.Namespace) -> int:
-    """Bytes of weights, gradients and optimizer state, every rank holding all of them."""
+    """Bytes of weights, gradients and optimizer state, every data-parallel rank holding all of its share of the model."""
     half = args.bf16 or args.fp16
     weights = 2 + 4 if half else 4
     gradients = 4 if args.accumulate_allreduce_grads_in_fp32 or not half else 2
@@ -61,14 +61,18 @@ def state_bytes_per_parameter(args: argparse.Namespace) -> int:
 
 
 def activation_bytes(args: argparse.Namespace) -> int:
-    """A rough count of what the forward pass of one micro batch keeps: of each layer's linears and norms the inputs, and the logits."""
-    tokens = args.micro_batch_size * args.seq_length
+    """A rough count of what the forward pass of one micro batch keeps: of each layer's linears and norms the inputs, and the logits.
+
+    Tensor parallelism divides heads, MLP and logits, sequence parallelism the residual stream as well.
+    """
+    tokens, tensor = args.micro_batch_size * args.seq_length, args.tensor_model_parallel_size
     width = 2 if args.bf16 or args.fp16 else 4
     head = args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     gate = 3 if args.swiglu or args.quick_geglu else 2
-    per_layer = 4 * args.hidden_size + 2 * (args.num_attention_heads + groups) * head + gate * args.ffn_hidden_size
-    logits = (padded_vocab_size(args) or 0) * (width + 4)
+    residual = 4 * args.hidden_size // (tensor if args.sequence_parallel else 1)
+    per_layer = residual + (2 * (args.num_attention_heads + groups) * head + gate * args.ffn_hidden_size) // tensor
+    logits = (padded_vocab_size(args) or 0) // tensor * (width + 4)
     return tokens * (width * per_layer * args.num_layers + logits)
 
 
@@ -111,7 +115,8 @@ def _model_lines(args: argparse.Namespace) -> list[str]:
     if rest is None:
         return [*lines, f"parameters: {args.num_layers * layer} + embeddings (their size is the tokenizer's)"]
     total = args.num_layers * layer + rest
-    state, activations = total * state_bytes_per_parameter(args), activation_bytes(args)
+    # all but norms and learned positions, which are small, is divided over the tensor-parallel ranks
+    state, activations = total // args.tensor_model_parallel_size * state_bytes_per_parameter(args), activation_bytes(args)
     return [
         *lines,
         f"vocabulary: {padded_vocab_size(args)} rows; embeddings, final norm and head: {rest} parameters",

@@ -42,6 +42,7 @@ from megatron.training.train_step import TrainState
 from megatron.training.training_log import print_rank_0
 
 CHECKPOINT_VERSION = 3.0
+RNG_KEY = "rng_state"
 UNFINISHED = ".unfinished"  # suffix of a folder that is being written
 
 
@@ -86,8 +87,11 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> bool:
-    """Restore every generator; False when the states are another kind of device's (a GPU's on a CPU) and were left as they are."""
+def set_rng_state(state: dict[str, Any], own_tracker: bool = True) -> bool:
+    """Restore every generator; False when the states are another kind of device's (a GPU's on a CPU) and were left as they are.
+
+    own_tracker: also those that differ by rank; without it they stay as this rank was seeded.
+    """
     version, internal, gauss = state["random_rng_state"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["np_rng_state"])
@@ -95,7 +99,8 @@ def set_rng_state(state: dict[str, Any]) -> bool:
     if state["cuda_rng_state"].numel() != device.get_rng_state().numel():
         return False
     device.set_rng_state(state["cuda_rng_state"])
-    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+    if own_tracker:
+        get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
     return True
 
 
@@ -103,7 +108,23 @@ def _rng_object(data: Any) -> ShardedObject:
     """One entry per (pipeline, tensor) rank; data-parallel ranks have the same."""
     sizes = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
     ranks = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
-    return ShardedObject("rng_state", data, sizes, ranks, replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    return ShardedObject(RNG_KEY, data, sizes, ranks, replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def _stored_rng_object(folder: Path) -> tuple[ShardedObject | None, bool]:
+    """(the entry to read this rank's random states from, whether the states that differ by tensor rank are in it).
+
+    A checkpoint of another layout has the states of its own ranks: a tensor rank that it lacks takes the states that its stage's ranks
+    share from the first of them, a stage that it lacks takes none.
+    """
+    mine = _rng_object(None)
+    stored = {item.unique_key: item for item in dist_checkpointing.stored_objects(folder, RNG_KEY)}
+    if mine.unique_key in stored or not stored:
+        return mine, True  # the usual case, or an error that names what is missing
+    by_rank = {item.global_offset: item for item in stored.values()}
+    stage, tensor = mine.global_offset
+    own = by_rank.get((stage, tensor))
+    return own or by_rank.get((stage, 0)), own is not None
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
@@ -160,7 +181,7 @@ def save_checkpoint(
         if opt_param_scheduler is not None:
             contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
         if save_rng:
-            contents["rng_state"] = _rng_object([rng_state()])
+            contents[RNG_KEY] = _rng_object([rng_state()])
         try:
             dist_checkpointing.save(
                 contents, unfinished, content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -236,10 +257,16 @@ def _known(load: str) -> str:
 
 
 def checkpoint_args(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that the checkpoint of --load was saved with, {} when there is none (for --use-checkpoint-args)."""
+    """The arguments that the checkpoint of --load was saved with, {} when there is none (for --use-checkpoint-args).
+
+    A padded vocabulary that followed from the layout is left out: it follows from this run's.
+    """
     folder = find_checkpoint(args.load, args.ckpt_step)
     saved = dist_checkpointing.load_common_state_dict(folder).get("args") if folder else None
-    return vars(saved) if isinstance(saved, argparse.Namespace) else {}
+    values = dict(vars(saved)) if isinstance(saved, argparse.Namespace) else {}
+    if (values.get("provenance") or {}).get("padded_vocab_size") == "derived":
+        values.pop("padded_vocab_size", None)
+    return values
 
 
 def load_checkpoint(
@@ -280,8 +307,9 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
                 f"{folder} was saved without an optimizer: give --no-load-optim to train on with a fresh one, or --finetune"
             )
         wanted["optimizer"] = {"shards": optimizer_state(optimizer)}
-    if with_rng:
-        wanted["rng_state"] = _rng_object(None)
+    states, own_states = _stored_rng_object(folder) if with_rng else (None, False)
+    if states is not None:
+        wanted[RNG_KEY] = states
     loaded = _load_matching(wanted, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
     if optimizer is not None:
         if with_optimizer:
@@ -290,8 +318,10 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
             optimizer.reload_model_params()
     if resume and scheduler is not None and "opt_param_scheduler" in common:
         scheduler.load_state_dict(common["opt_param_scheduler"])
-    if with_rng and not set_rng_state(loaded["rng_state"][0]):
+    if states is not None and not set_rng_state(loaded[RNG_KEY][0], own_states):
         print_rank_0("WARNING: the checkpoint's random states are those of another kind of device: dropout goes on with other masks")
+    if with_rng and (states is None or states.unique_key != _rng_object(None).unique_key):
+        print_rank_0("  the checkpoint is of another layout: random states were taken where it has them, the others are fresh")
     state = _state_from(common, iteration) if resume else TrainState()
     print_rank_0(_report(folder, iteration, resume, with_optimizer, with_rng, state))
     if resume and "args" in common:

@@ -19,7 +19,12 @@ from megatron.training.training_log import print_rank_0
 
 
 def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
-    """The tokenizer; sets args.padded_vocab_size. Raises UsageError when the model's vocabulary is too small for the ids it makes."""
+    """The tokenizer; sets args.padded_vocab_size and args.softmax_vocab_size.
+
+    Rows that are there only to divide the vocabulary over tensor-parallel ranks never enter the softmax: the loss does not depend on the
+    layout. A size that was fixed by --padded-vocab-size (or by the checkpoint of another program) enters it whole, as in Megatron-LM.
+    Raises UsageError when the model's vocabulary is too small for the ids that the tokenizer makes.
+    """
     accepted = inspect.signature(build_tokenizer).parameters
     names = [field.name for field in dataclasses.fields(TokenizerFlags) if field.name in accepted]
     tokenizer = build_tokenizer(**{name: getattr(args, name) for name in names})
@@ -28,12 +33,16 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
     if fixed is not None and fixed < tokenizer.vocab_size:
         rule = f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary must hold them all"
         raise UsageError([Problem("--padded-vocab-size", str(fixed), rule, f"--padded-vocab-size {padded}")])
+    if fixed is not None and fixed % args.tensor_model_parallel_size:
+        rule = f"must be a multiple of --tensor-model-parallel-size {args.tensor_model_parallel_size}"
+        raise UsageError([Problem("--padded-vocab-size", str(fixed), rule, f"--padded-vocab-size {padded}")])
     if was_given(args, "vocab_size") and args.tokenizer_type != "NullTokenizer" and args.vocab_size < tokenizer.vocab_size:
         rule = f"the tokenizer has {tokenizer.vocab_size} ids"
         raise UsageError([Problem("--vocab-size", str(args.vocab_size), rule, f"--vocab-size {tokenizer.vocab_size}")])
     if fixed is None:
         args.provenance["padded_vocab_size"] = "derived"
     args.padded_vocab_size = fixed or padded
+    args.softmax_vocab_size = fixed or vocab_size_with_padding(tokenizer.vocab_size, args.make_vocab_size_divisible_by)
     print_rank_0(f" > {args.tokenizer_type}: {tokenizer.vocab_size} ids, padded to {args.padded_vocab_size}")
     return tokenizer
 

@@ -105,7 +105,7 @@ def _pretrain(
 
 
 def flops_of_sample(args: argparse.Namespace) -> float:
-    """FLOPs of one sample, forward and backward, as Megatron-LM's throughput counts them."""
+    """FLOPs of one sample, forward and backward, as Megatron-LM's throughput counts them; the same in every layout."""
     return model_flops(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -115,7 +115,7 @@ def flops_of_sample(args: argparse.Namespace) -> float:
         kv_channels=args.kv_channels,
         gated_linear_unit=args.swiglu or args.quick_geglu,
         seq_length=args.seq_length,
-        vocab_size=args.padded_vocab_size,
+        vocab_size=args.softmax_vocab_size,
     )
 
 

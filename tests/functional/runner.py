@@ -143,12 +143,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def torchrun(processes: int, *words: str | Path, script: str = "pretrain_gpt.py") -> Result:
+def torchrun(processes: int, *words: str | Path, script: str = "pretrain_gpt.py", base: str = TINY) -> Result:
     """Train through torch.distributed.run."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         with Processes() as started:
-            child = started.torchrun(processes, *words, "--metrics-file", metrics, script=script)
+            child = started.torchrun(processes, *words, "--metrics-file", metrics, script=script, base=base)
             return finished(child, metrics)
 
 
@@ -178,9 +178,9 @@ class Processes:
         self.children.append(child)
         return child
 
-    def torchrun(self, processes: int, *words: str | Path, script: str = "pretrain_gpt.py") -> subprocess.Popen:
+    def torchrun(self, processes: int, *words: str | Path, script: str = "pretrain_gpt.py", base: str = TINY) -> subprocess.Popen:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
-        return self._start([sys.executable, *launcher, script, *argv(*words)], environment())
+        return self._start([sys.executable, *launcher, script, *argv(*words, base=base)], environment())
 
     def alone(self, *words: str | Path, script: str = "pretrain_gpt.py") -> subprocess.Popen:
         """One process, no launcher."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.functional.runner import train
+from tests.functional.runner import torchrun, train
 
 RECIPE = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
@@ -20,26 +20,37 @@ RECIPE = (
 LOGGED_DIGIT = 0.6e-6  # losses are stored with six decimals
 
 
-def continue_run(golden: Path, folder: Path, name: str, script: str, more: str) -> tuple[Any, dict[str, Any]]:
-    """(our result, what Megatron-LM logged) of the stored run `name` from iteration 10 on."""
+def continue_run(golden: Path, folder: Path, name: str, script: str, more: str, processes: int = 1) -> tuple[Any, dict[str, Any]]:
+    """(our result, what Megatron-LM logged) of the stored run `name` from iteration 10 on, here or in processes of its own."""
     with tarfile.open(golden / "checkpoints" / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     (tracker,) = folder.rglob("latest_checkpointed_iteration.txt")
     tokens = golden / "tokens"
     data = f"--data-path 0.7 {tokens}/kjv_text_document 0.3 {tokens}/fortunes_text_document --tokenizer-model {tokens}/sp1000.model"
-    result = train(data, f"--data-cache-path {folder}/cache --load {tracker.parent}", more, script=script, base=RECIPE)
+    flags = (data, f"--data-cache-path {folder}/cache --load {tracker.parent}", more)
+    if processes == 1:
+        result = train(*flags, script=script, base=RECIPE)
+    else:
+        result = torchrun(processes, *flags, script=f"{script}.py", base=RECIPE)
     return result, json.loads((golden / "losses.json").read_text())[name]
 
 
 @pytest.mark.parametrize(
-    ("name", "script", "more"),
+    ("name", "script", "more", "processes"),
     [
-        ("gpt_fp32", "pretrain_gpt", ""),
-        ("llama_fp32", "pretrain_llama", "--group-query-attention --num-query-groups 2"),
+        ("gpt_fp32", "pretrain_gpt", "", 1),
+        ("llama_fp32", "pretrain_llama", "--group-query-attention --num-query-groups 2", 1),
+        pytest.param("gpt_fp32", "pretrain_gpt", "--tensor-model-parallel-size 2", 2, marks=pytest.mark.slow),
+        (
+            "llama_fp32",
+            "pretrain_llama",
+            "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2 --sequence-parallel",
+            2,
+        ),
     ],
 )
-def test_continuation_matches_the_stored_run(golden: Path, tmp_path: Path, name: str, script: str, more: str) -> None:
-    result, stored = continue_run(golden, tmp_path, name, script, more)
+def test_continuation_matches_the_stored_run(golden: Path, tmp_path: Path, name: str, script: str, more: str, processes: int) -> None:
+    result, stored = continue_run(golden, tmp_path, name, script, more, processes)
     assert result.code == 0, result.err
     expected = stored["train"][10:]
     assert result.column("iteration") == [row["iteration"] for row in expected] == list(range(11, 21))

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import CheckpointError
 from .mapping import LocalNonpersistentObject, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 
-_LAZY = ("load", "load_common_state_dict", "load_plain_tensors", "load_tensors_metadata", "save")
+_LAZY = ("load", "load_common_state_dict", "load_plain_tensors", "load_tensors_metadata", "save", "stored_objects")
 
 __all__ = [
     "CheckpointError",

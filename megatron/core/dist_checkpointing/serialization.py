@@ -9,6 +9,7 @@ objects under `<key>/shard_<offset>_<shape>`, each a torch.save of a one-element
 import errno
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -180,6 +181,18 @@ def load_tensors_metadata(checkpoint_dir: str | os.PathLike) -> dict[str, Sharde
         if isinstance(entry, TensorStorageMetadata):
             shape = tuple(entry.size)
             found[key] = ShardedTensor(key, None, entry.properties.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))
+    return found
+
+
+def stored_objects(checkpoint_dir: str | os.PathLike, key: str) -> list[ShardedObject]:
+    """The objects `key` that the checkpoint holds, each with its place in the grid of the layout that wrote it, without data."""
+    _, index = _read_index(checkpoint_dir)
+    found = []
+    for name, entry in index.state_dict_metadata.items():
+        place = re.fullmatch(re.escape(key) + r"/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", name)
+        if place and isinstance(entry, BytesStorageMetadata):
+            offset, shape = (tuple(map(int, numbers.split("."))) for numbers in place.groups())
+            found.append(ShardedObject(key, None, shape, offset))
     return found
 
 

@@ -74,10 +74,17 @@ class TokenizerFlags:
     merge_file: str | None = flag(None, "GPT-2's merges.txt.", checkpoint=SETTING)
     vocab_size: int | None = flag(None, "Tokens before padding; needed by NullTokenizer, a check elsewhere.", minimum=1, checkpoint=SETTING)
     padded_vocab_size: int | None = flag(
-        None, "Rows of the embedding. Default: see --make-vocab-size-divisible-by.", minimum=1, checkpoint=SETTING
+        None,
+        "Rows of the embedding, all of them in the softmax. Default: see --make-vocab-size-divisible-by.",
+        minimum=1,
+        checkpoint=SETTING,
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", minimum=1, checkpoint=SETTING
+        128,
+        "The vocabulary is padded to a multiple of this times the tensor-parallel size; the softmax is over a multiple of this alone, so "
+        "that the loss does not depend on the tensor-parallel size.",
+        minimum=1,
+        checkpoint=SETTING,
     )
     vocab_extra_ids: int = flag(0, "Sentinel tokens added at the end.", minimum=0, checkpoint=SETTING)
     special_tokens: list[str] | None = flag(

@@ -73,6 +73,7 @@ class DistributedFlags:
 
     distributed_backend: str = flag("nccl", "Communication of GPU tensors; without a GPU gloo is used.", choices=("nccl", "gloo"))
     overlap_grad_reduce: bool = flag(False, "Reduce gradients over data-parallel ranks while the backward pass still runs.")
+    use_tp_pp_dp_mapping: bool = flag(False, "Number ranks by tensor, pipeline, then data parallelism, instead of data before pipeline.")
     distributed_timeout_minutes: int = flag(10, "After it a collective that hangs is an error.", unit="minutes", minimum=1)
     local_rank: int = flag(
         0, "Rank on this host, by old launchers: it chooses the GPU. LOCAL_RANK or SLURM_LOCALID of the environment wins.", minimum=0

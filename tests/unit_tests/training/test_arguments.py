@@ -188,18 +188,19 @@ def test_each_rule_names_flag_value_and_remedy(flags: str, world: int, parts: li
 @pytest.mark.parametrize("flags, world, parts", BAD_LAYOUT, ids=[row[0] for row in BAD_LAYOUT])
 def test_layouts_are_refused_by_their_arithmetic(flags: str, world: int, parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    found = [p for p in problems_of(changed(flags)) if "does not divide a model over processes yet" not in p]
+    found = [p for p in problems_of(changed(flags)) if "does not divide a model that way yet" not in p]
     assert any(all(part in problem for part in parts) for problem in found), found
     # the dry run says the same without processes
     monkeypatch.delenv("WORLD_SIZE")
     offline = problems_of([*changed(flags), "--check-config", "--check-config-world-size", str(world)])
-    assert [p for p in offline if "does not divide a model over processes yet" not in p] == found
+    assert [p for p in offline if "does not divide a model that way yet" not in p] == found
 
 
 def test_a_layout_that_adds_up_is_refused_as_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    (found,) = problems_of([*TINY, "--tensor-model-parallel-size", "2"])
-    assert "--tensor-model-parallel-size 2" in found and "yet" in found
+    (found,) = problems_of([*TINY, "--pipeline-model-parallel-size", "2"])
+    assert "--pipeline-model-parallel-size 2" in found and "yet" in found
+    assert checked([*TINY, "--tensor-model-parallel-size", "2", "--sequence-parallel"]).data_parallel_size == 1
 
 
 @pytest.mark.parametrize("flag", REQUIRED)
@@ -483,7 +484,7 @@ def test_real_command_lines_parse_or_name_what_is_missing(name: str) -> None:
     line, later = RECIPES[name]
     found = problems_of(line.split()) if later else []
     assert sorted(p.partition(": ")[0].split()[0] for p in found if "does not support yet" in p) == sorted(later)
-    others = [p for p in found if "does not support yet" not in p and "does not divide a model over processes yet" not in p]
+    others = [p for p in found if "does not support yet" not in p and "does not divide a model that way yet" not in p]
     assert not others, others
     if not later:
         checked(line.split())
