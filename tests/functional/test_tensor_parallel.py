@@ -78,6 +78,23 @@ def test_checkpoints_go_through_every_layout(corpus: Path, tmp_path: Path, flags
         assert_same_training(result, straight, 2 * number)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "precision", ["--bf16", "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1"], ids=["bf16", "fp16"]
+)
+def test_half_precision(corpus: Path, tmp_path: Path, precision: str) -> None:
+    """Ranks agree on which steps overflow; fp32 copies of the weights go on in another tensor-parallel size."""
+    flags = f"{precision} --train-iters 8"
+    straight = train(*on(corpus, flags))
+    half = torchrun(2, *on(corpus, flags, f"{TP2} {SP} --save {tmp_path} --exit-interval 4"))
+    resumed = train(*on(corpus, flags, f"--load {tmp_path}"))
+    assert straight.code == half.code == resumed.code == 0, half.err
+    assert half.losses() + resumed.losses() == pytest.approx(straight.losses(), rel=5e-3)
+    for name in ("skipped_iterations", "loss_scale", "consumed_samples", "lr"):
+        assert half.column(name) + resumed.column(name) == straight.column(name)
+    assert ("fp16" in precision) == any(straight.column("skipped_iterations"))
+
+
 def test_random_states_of_another_layout(corpus: Path, tmp_path: Path) -> None:
     """Dropout: the same layout goes on with the same masks; another one takes what there is, and says so once."""
     flags = f"--attention-dropout 0.1 --hidden-dropout 0.1 --train-iters 4 --load {tmp_path}"

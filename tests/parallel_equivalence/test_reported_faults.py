@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -89,10 +90,19 @@ def gradients_of_loss(per_token: bool) -> dict[Key, torch.Tensor]:
     return {key: weight.value for key, weight in harness.weights(chunks, "main_grad").items()}
 
 
+def uneven_gradients_on_two() -> dict[bool, dict[Key, torch.Tensor]]:
+    return {per_token: uneven_gradients(2, per_token) for per_token in (False, True)}
+
+
+@cache
+def uneven_ranks() -> list[dict[bool, dict[Key, torch.Tensor]]]:
+    return run_on_ranks(2, uneven_gradients_on_two)
+
+
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "per token"])
 def test_uneven_numbers_of_tokens_on_data_parallel_ranks(per_token: bool) -> None:
     expected = gradients_of_loss(per_token)
-    for gradients in (uneven_gradients(1, per_token), *run_on_ranks(2, uneven_gradients, 2, per_token)):
+    for gradients in (uneven_gradients(1, per_token), *(rank[per_token] for rank in uneven_ranks())):
         assert gradients.keys() == expected.keys()
         for key, gradient in gradients.items():
             assert distance(gradient, expected[key]) < 1e-9, key
