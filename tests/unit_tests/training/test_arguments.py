@@ -40,10 +40,10 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "the same with what comes later": (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--train-iters 10 --lr 3e-4 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer --use-distributed-optimizer --async-save "
-        "--overlap-param-gather --moe-router-load-balancing-type aux_loss --num-experts 8 --recompute-modules core_attn mlp "
+        "--overlap-param-gather --moe-router-load-balancing-type aux_loss --num-experts 8 "
         "--deterministic-mode",
         ["--use-distributed-optimizer", "--async-save", "--overlap-param-gather", "--moe-router-load-balancing-type", "--num-experts",
-         "--recompute-modules", "--deterministic-mode"],
+         "--deterministic-mode"],
     ),
 }  # fmt: skip
 
@@ -87,6 +87,13 @@ BAD = [
     ("--start-weight-decay 0.1", 1, ["--weight-decay-incr-style linear"]),
     ("--weight-decay-incr-style cosine --start-weight-decay 0.1", 1, ["--end-weight-decay", "is required"]),
     ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.01", 1, ["--end-weight-decay 0.01"]),
+    ("--recompute-granularity full --recompute-num-layers 1", 1, ["--recompute-method uniform"]),
+    ("--recompute-granularity full --recompute-method block", 1, ["--recompute-num-layers", "is required"]),
+    ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", 1, ["--recompute-num-layers 9", "between 1 and"]),
+    ("--recompute-granularity selective --recompute-modules mlp shared_experts", 1, ["shared_experts is not built yet", "core_attn, mlp"]),
+    ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "--recompute-granularity selective"]),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations", 1, ["asks for selective"]),
     ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
     ("--initial-loss-scale 0.5", 1, ["--min-loss-scale 1.0", "0.5"]),
     ("--optimizer muon", 1, ["--optimizer muon", "adam, sgd"]),
