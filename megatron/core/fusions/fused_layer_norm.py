@@ -29,8 +29,8 @@ def norm(
     if zero_centered:
         weight = weight + 1
     if rms:
-        # Where rms_norm is several operations, x gets a gradient from each: they are added up here, before others of x (the residual's) join,
-        # so that the order of the sums, and the last bit, is the same when the norm is run again in the backward pass.
+        # Where rms_norm is several operations, x gets a gradient from each: they are added up here, before the residual's joins them, so
+        # that the order of the sums, and the last bit, is the same when the norm is run again in the backward pass.
         return F.rms_norm(x.view_as(x), weight.shape, weight, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
