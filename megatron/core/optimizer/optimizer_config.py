@@ -32,9 +32,10 @@ _USED = (
     "clip_grad",
     "grad_norm_skip_threshold",
     "log_num_zeros_in_grad",
+    "use_distributed_optimizer",
 )
-# Read by nobody, and rightly: the training loop times its phases itself.
-ANY_VALUE = ("timers", "barrier_with_L1_time")
+# Read by nobody, and rightly: the training loop times its phases itself, and DistributedDataParallelConfig says when to gather.
+ANY_VALUE = ("timers", "barrier_with_L1_time", "overlap_param_gather")
 OPTIMIZERS = ("adam", "sgd")
 
 
@@ -99,6 +100,7 @@ class OptimizerConfig:
     adaptive_muon_beta2: float = 0.95
     adaptive_muon_eps: float = 1e-08
     use_distributed_optimizer: bool = False
+    """Each data-parallel rank keeps state for, and updates, its part of every gradient bucket."""
     use_layer_wise_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
     overlap_param_gather_with_optimizer_step: bool = False
