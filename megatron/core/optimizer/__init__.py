@@ -131,7 +131,7 @@ def get_megatron_optimizer(
         raise ValueError("the model has fp16 parameters but OptimizerConfig.fp16 is False: set it, fp16 needs loss scaling")
     entries: list[OptimizedParam]
     if config.use_distributed_optimizer:
-        entries = list(shard_params(named, model_chunks))
+        entries = list(shard_params(config, named, model_chunks))
     else:
         if any(getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False) for chunk in model_chunks):
             raise ValueError("the model reduces gradients for a distributed optimizer: set OptimizerConfig.use_distributed_optimizer too")

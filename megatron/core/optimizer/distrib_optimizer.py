@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron.core.optimizer.clip_grads import NormPlan
 from megatron.core.optimizer.optimizer import MegatronOptimizer, OptimizedParam
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size
 
@@ -38,7 +39,7 @@ class ShardedParam(OptimizedParam):
         return self.model_shard
 
 
-def shard_params(named: Sequence[tuple[str, nn.Parameter]], model_chunks: Sequence[Any]) -> list[ShardedParam]:
+def shard_params(config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]], model_chunks: Sequence[Any]) -> list[ShardedParam]:
     """This rank's part of each of the trainable parameters `named`.
 
     Raises ValueError unless the chunks are DistributedDataParallel with use_distributed_optimizer.
@@ -47,6 +48,10 @@ def shard_params(named: Sequence[tuple[str, nn.Parameter]], model_chunks: Sequen
         raise ValueError(
             "a distributed optimizer needs model chunks wrapped in DistributedDataParallel with "
             "DistributedDataParallelConfig(use_distributed_optimizer=True)"
+        )
+    if config.overlap_param_gather and not all(chunk.ddp_config.overlap_param_gather for chunk in model_chunks):
+        raise ValueError(
+            "OptimizerConfig.overlap_param_gather is set and DistributedDataParallelConfig.overlap_param_gather is not: set both"
         )
     found = {}
     for chunk in model_chunks:

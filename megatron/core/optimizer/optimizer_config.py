@@ -33,9 +33,10 @@ _USED = (
     "grad_norm_skip_threshold",
     "log_num_zeros_in_grad",
     "use_distributed_optimizer",
+    "overlap_param_gather",
 )
-# Read by nobody, and rightly: the training loop times its phases itself, and DistributedDataParallelConfig says when to gather.
-ANY_VALUE = ("timers", "barrier_with_L1_time", "overlap_param_gather")
+# Read by nobody, and rightly: the training loop times its phases itself.
+ANY_VALUE = ("timers", "barrier_with_L1_time")
 OPTIMIZERS = ("adam", "sgd")
 
 
@@ -103,6 +104,7 @@ class OptimizerConfig:
     """Each data-parallel rank keeps state for, and updates, its part of every gradient bucket."""
     use_layer_wise_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
+    """As DistributedDataParallelConfig, which decides, has it."""
     overlap_param_gather_with_optimizer_step: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 0.0
@@ -125,6 +127,8 @@ class OptimizerConfig:
         found = unbuilt_problems(self, UNBUILT)
         if self.optimizer not in OPTIMIZERS:
             found.append(f"optimizer {self.optimizer!r} is not built yet; choose one of {', '.join(OPTIMIZERS)}")
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            found.append("overlap_param_gather needs use_distributed_optimizer: turn that on, or overlap_param_gather off")
         if self.fp16 and self.bf16:
             found.append("fp16 and bf16 were both given: keep one of them")
         if self.loss_scale is not None and not self.loss_scale > 0:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica, leaves
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,6 +16,7 @@ from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_m
 from megatron.core.optimizer.clip_grads import NormPlan, _flat_cut
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from tests.distributed import run_on_ranks
 from tests.unit_tests.distributed.toy import Toy, batch
 
@@ -148,10 +150,17 @@ def _shuffled(steps):
         for buffers in overlaps:
             ddp, optimizer = make("fp32", NO_CLIP, {"bucket_size": 100, **buffers}, True, groups, model=model())
             found.append([step(ddp, optimizer, own_tokens(n), groups)[:2] for n in range(steps)])
+    ddp, optimizer = make("fp32", NO_CLIP, {"bucket_size": 100, **OVERLAP}, True, groups)
+    found.append([])
+    for number in range(steps):
+        for param in ddp.parameters():  # between steps, while parameters may still be gathered
+            param.main_grad.fill_(float("nan"))
+        found[-1].append(step(ddp, optimizer, own_tokens(number), groups)[:2])
     return found
 
 
 def test_overlap_sees_no_stale_weights_in_any_order_of_registration():
+    """Nor does a gather touch gradients, or need them: the last run has them poisoned between steps."""
     for rank in run_on_ranks(2, _shuffled, 20):
         assert all(losses == rank[0] for losses in rank)
         assert rank[0][-1] != rank[0][0]
@@ -200,6 +209,53 @@ def test_a_gpt_with_tied_weights_and_tensor_parallelism(ranks, tp, tied):
             torch.testing.assert_close(right[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
+def _stored_state():
+    """(key, offsets, sizes, data) of the pieces of the state that this rank writes: of the plain optimizer and of the distributed one."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    found = []
+    for distributed in (False, True):
+        model = gpt(True, tensor_model_parallel_size=2, gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+        ddp_config = DistributedDataParallelConfig(bucket_size=3000, use_distributed_optimizer=distributed)
+        ddp: Any = DistributedDataParallel(model.config, ddp_config, model, pg_collection=groups)
+        config = OptimizerConfig(lr=1e-2, use_distributed_optimizer=distributed)
+        optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
+        ids = torch.randint(0, 48, (2, 13), generator=torch.Generator().manual_seed(parallel_state.get_data_parallel_rank()))
+        ddp.zero_grad_buffer()
+        ddp(ids[:, :-1], torch.arange(12).expand(2, -1), None, labels=ids[:, 1:]).mean().backward()
+        finalize_model_grads([ddp], pg_collection=groups)
+        optimizer.step()
+        pieces: list[Any] = []
+        for record, tensors in optimizer.model_sharded_state(optimizer.state_kind):
+            place = optimizer.shard_range(record.param)
+            if place is not None:
+                pieces += sharded_range_of(record, tensors["exp_avg"], place[0])
+            else:
+                whole = sharded_tensor_of(record, tensors["exp_avg"])
+                pieces += leaves(whole.build() if isinstance(whole, ShardedTensorFactory) else whole)
+        written = [piece for piece in pieces if is_main_replica(piece.replica_id)]
+        found.append([(p.key, p.global_shape, p.global_offset, p.chunk_shape, p.data.clone()) for p in written])
+    return found
+
+
+def test_stored_state_is_the_plain_optimizers_under_tensor_parallelism():
+    """TP 2 x DP 2: the ranks' pieces tile each tensor, gate and up included, with the numbers of the plain optimizer."""
+    ranks = run_on_ranks(4, _stored_state)
+    wholes: list[dict[str, torch.Tensor]] = []
+    for kind in range(2):
+        whole: dict[str, torch.Tensor] = {}
+        for key, shape, offsets, sizes, data in (piece for rank in ranks for piece in rank[kind]):
+            target = whole.setdefault(key, torch.full(shape, float("nan"), dtype=torch.float64))
+            place = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            assert target[place].isnan().all(), f"{key} is written twice"
+            target[place] = data
+        assert not any(tensor.isnan().any() for tensor in whole.values())
+        wholes.append(whole)
+    assert wholes[0].keys() == wholes[1].keys()
+    for key, value in wholes[0].items():
+        torch.testing.assert_close(wholes[1][key], value, rtol=1e-9, atol=1e-15, msg=key)
+
+
 def test_parameters_are_views_of_one_buffer_and_stay_the_same_objects():
     model = Toy(1).bfloat16()
     before = {name: (id(param), param.detach().clone()) for name, param in model.named_parameters()}
@@ -209,20 +265,6 @@ def test_parameters_are_views_of_one_buffer_and_stay_the_same_objects():
         assert id(param) == before[name][0] and torch.equal(param, before[name][1])
         assert param.untyped_storage().data_ptr() == buffer.param_data.untyped_storage().data_ptr()
     assert all(entry.main_param.dtype == torch.float32 and entry.main_param.dim() == 1 for entry in optimizer.params)
-
-
-def test_a_gather_leaves_gradients_alone():
-    """Parameters are gathered in a buffer of their own: no stale value gets into gradients, and none is needed in between steps."""
-    clean: list[list[float]] = []
-    poisoned: list[list[float]] = []
-    for losses, poison in ((clean, False), (poisoned, True)):
-        ddp, optimizer = make("fp32", {}, {}, True, ProcessGroupCollection())
-        for number in range(5):
-            if poison:
-                for slot in ddp.grad_buffers[0].layout.params:
-                    ddp.grad_buffers[0].grad_data[slot.start : slot.end] = float("nan")
-            losses.append(step(ddp, optimizer, batch(number), ProcessGroupCollection()))
-    assert clean == poisoned
 
 
 def test_cuts_of_parts():
