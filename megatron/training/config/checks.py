@@ -231,6 +231,14 @@ def check_optimizer(args: Args) -> Iterator[Problem]:
             yield problem(args, "end_weight_decay", f"must be at least --start-weight-decay {start}", start)
 
 
+def check_distribution(args: Args) -> Iterator[Problem]:
+    for dest in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if args.overlap_param_gather and not getattr(args, dest):
+            yield problem(args, "overlap_param_gather", f"needs {name_of(dest)}", name_of(dest))
+    if args.deterministic_mode and args.attention_backend == "fused":
+        yield problem(args, "attention_backend", "cuDNN's kernel is not deterministic, and --deterministic-mode was given", "flash")
+
+
 def check_precision(args: Args) -> Iterator[Problem]:
     if args.fp16 and args.bf16:
         yield Problem("--fp16", "", "excludes --bf16: one number format", "--bf16")
@@ -303,6 +311,7 @@ RULES = (
     check_length,
     check_learning_rate,
     check_optimizer,
+    check_distribution,
     check_precision,
     check_run,
 )

@@ -40,10 +40,9 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "the same with what comes later": (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--train-iters 10 --lr 3e-4 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer --use-distributed-optimizer --async-save "
-        "--overlap-param-gather --moe-router-load-balancing-type aux_loss --num-experts 8 "
-        "--deterministic-mode",
-        ["--use-distributed-optimizer", "--async-save", "--overlap-param-gather", "--moe-router-load-balancing-type", "--num-experts",
-         "--deterministic-mode"],
+        "--moe-router-load-balancing-type aux_loss --num-experts 8 "
+        "--deterministic-mode --num-distributed-optimizer-instances 2",
+        ["--async-save", "--num-distributed-optimizer-instances", "--moe-router-load-balancing-type", "--num-experts"],
     ),
 }  # fmt: skip
 
@@ -94,6 +93,9 @@ BAD = [
     ("--recompute-granularity selective --recompute-modules mlp shared_experts", 1, ["shared_experts is not built yet", "core_attn, mlp"]),
     ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "--recompute-granularity selective"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations", 1, ["asks for selective"]),
+    ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "needs --use-distributed-optimizer"]),
+    ("--overlap-param-gather --use-distributed-optimizer", 1, ["--overlap-param-gather", "needs --overlap-grad-reduce"]),
+    ("--deterministic-mode --attention-backend fused", 1, ["--attention-backend fused", "--attention-backend flash"]),
     ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
     ("--initial-loss-scale 0.5", 1, ["--min-loss-scale 1.0", "0.5"]),
     ("--optimizer muon", 1, ["--optimizer muon", "adam, sgd"]),
@@ -230,7 +232,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
-    "--use-checkpoint-args", "--help",
+    "--use-checkpoint-args", "--help", "--overlap-param-gather",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 

@@ -49,7 +49,7 @@ def test_all_problems_at_once():
         ({"num_moe_experts": 8}, "num_moe_experts = 8 is not built yet"),
         ({"fp8": "e4m3"}, "fp8 = 'e4m3' is not built yet"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection = True is not built yet"),
-        ({"deterministic_mode": True}, "deterministic_mode = True is not built yet; leave it at False"),
+        ({"variable_seq_lengths": True}, "variable_seq_lengths = True is not built yet; leave it at False"),
         ({"memory_efficient_layer_norm": True}, "memory_efficient_layer_norm = True is not built yet"),
     ],
 )
