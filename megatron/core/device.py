@@ -3,6 +3,7 @@
 A process has one device: the accelerator that `set_device` chose, or the CPU.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -63,6 +64,17 @@ def set_device(local_rank: int) -> torch.device:
 def distributed_backend() -> str:
     """The torch.distributed backend for this device: collectives on GPU tensors by NCCL, on CPU tensors by gloo."""
     return "cpu:gloo,cuda:nccl" if has_accelerator() else "gloo"
+
+
+def set_deterministic() -> None:
+    """From here on torch uses deterministic kernels, and raises RuntimeError where it has none. Call it before the device is first used.
+
+    Environment variables that cuBLAS, NCCL and Transformer Engine read for it are set where they are not.
+    """
+    for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NCCL_ALGO", "Ring"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")):
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def synchronize() -> None:

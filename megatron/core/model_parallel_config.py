@@ -26,6 +26,7 @@ _USED = (
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
+    "deterministic_mode",  # device.set_deterministic, which the program calls, tells torch
     "expert_tensor_parallel_size",  # parallel_state is told the sizes of its groups; no dense layer uses this one
     "pipeline_dtype",  # of what stages send each other
     "deallocate_pipeline_outputs",  # of what was sent to the next stage

@@ -10,7 +10,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megatron.core import device, dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.utils import sharded_tensor_of
+from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
 from megatron.training.argument_utils import all_fields
 from megatron.training.checkpoint_names import (
@@ -43,6 +44,8 @@ from megatron.training.training_log import print_rank_0
 
 CHECKPOINT_VERSION = 3.0
 RNG_KEY = "rng_state"
+# kind of optimizer state -> name of the main parameters in it
+MAIN_PARAM = {"plain": "fp32_param", "fully_reshardable": "param"}
 UNFINISHED = ".unfinished"  # suffix of a folder that is being written
 
 
@@ -129,16 +132,40 @@ def _stored_rng_object(folder: Path) -> tuple[ShardedObject | None, bool]:
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
     """The model's shards, under `model` as Megatron-LM has them."""
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.finish_param_sync()
     return {"model": unwrap_model(model[0]).sharded_state_dict()}
 
 
-def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """The optimizer's shards: `optimizer.state.<name>.<model key>` in the model's global shapes."""
-    shards = {}
-    for record, tensors in optimizer.model_sharded_state("plain"):
+def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> dict[str, Any]:
+    """The optimizer's shards: `optimizer.state.<name>.<model key>` in the model's global shapes.
+
+    `stored`: the keys of the checkpoint to read, which may be of the other kind of optimizer (MAIN_PARAM).
+    """
+    shards: dict[str, Any] = {}
+    main = MAIN_PARAM[optimizer.state_kind]
+    for record, tensors in optimizer.model_sharded_state(optimizer.state_kind):
+        place = optimizer.shard_range(record.param)
         for name, tensor in tensors.items():
-            shards[f"{name}.{record.name}"] = sharded_tensor_of(record, tensor, prefix=f"optimizer.state.{name}.")
+            stored_name = name
+            if stored is not None and name == main:
+                if tensor.dtype == record.param.dtype:  # the model's parameter itself
+                    continue
+                stored_name = next((n for n in MAIN_PARAM.values() if f"optimizer.state.{n}.{record.key}" in stored), main)
+            prefix = f"optimizer.state.{stored_name}."
+            if place is None:
+                shards[f"{name}.{record.name}"] = sharded_tensor_of(record, tensor, prefix=prefix)
+            else:
+                shards[f"{name}.{record.name}"] = sharded_range_of(record, tensor, place[0], prefix=prefix)
     return shards
+
+
+def _content_metadata(optimizer: Any | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if optimizer is not None and optimizer.state_kind != "plain":
+        found["distrib_optim_sharding_type"] = optimizer.state_kind
+    return found
 
 
 def save_checkpoint(
@@ -183,9 +210,7 @@ def save_checkpoint(
         if save_rng:
             contents[RNG_KEY] = _rng_object([rng_state()])
         try:
-            dist_checkpointing.save(
-                contents, unfinished, content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-            )
+            dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise
@@ -306,7 +331,13 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
             raise CheckpointError(
                 f"{folder} was saved without an optimizer: give --no-load-optim to train on with a fresh one, or --finetune"
             )
-        wanted["optimizer"] = {"shards": optimizer_state(optimizer)}
+        stored = dist_checkpointing.load_tensors_metadata(folder).keys()
+        if any(key.startswith("optimizer.distributed.") for key in stored):
+            raise CheckpointError(
+                f"{folder} holds a distributed optimizer's state by buckets, which is not read yet: save it with "
+                "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim to train on with a fresh optimizer"
+            )
+        wanted["optimizer"] = {"shards": optimizer_state(optimizer, stored)}
     states, own_states = _stored_rng_object(folder) if with_rng else (None, False)
     if states is not None:
         wanted[RNG_KEY] = states

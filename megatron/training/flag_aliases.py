@@ -107,6 +107,7 @@ MEANT_WITH_VALUE: dict[str, str] = {
 STANDS_FOR: dict[str, tuple[str, str]] = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
     "use_flash_attn": ("attention_backend", "flash"),
+    "recompute_activations": ("recompute_granularity", "selective"),
 }
 
 # flag -> TransformerConfig fields; activation functions by their name in torch.nn.functional or megatron.core.activations

@@ -58,6 +58,8 @@ def initialize_megatron(
 
 def start_processes(args: argparse.Namespace) -> None:
     """Choose the device and create the default process group and the model-parallel groups."""
+    if args.deterministic_mode:
+        device.set_deterministic()
     device.set_device(args.local_rank)
     if not device.has_accelerator() and "OMP_NUM_THREADS" not in os.environ and args.world_size == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))

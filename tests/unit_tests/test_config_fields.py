@@ -67,5 +67,5 @@ def test_a_derived_configuration_may_have_fields_of_its_own():
         mine: int = 0
 
     assert Mine(mine=1).mine == 1
-    with pytest.raises(ValueError, match=r"Mine\.deterministic_mode = True is not built yet"):
-        Mine(deterministic_mode=True)
+    with pytest.raises(ValueError, match=r"Mine\.variable_seq_lengths = True is not built yet"):
+        Mine(variable_seq_lengths=True)

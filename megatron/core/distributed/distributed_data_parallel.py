@@ -1,4 +1,4 @@
-"""Data parallelism by all-reduce: a module whose gradients gather in contiguous buffers and are averaged bucket by bucket."""
+"""Data parallelism: a module whose gradients gather in contiguous buffers and are averaged bucket by bucket."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from torch import nn
 from megatron.core import device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, default_bucket_size, group_params
+from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.weight_grad import add_to_main_grad
 from megatron.core.utils import get_pg_size, strip_wrapper_prefix
@@ -55,7 +56,9 @@ class DistributedDataParallel(nn.Module):
     """Wrap `module`; every trainable parameter gets `main_grad`, `main_grad_filled` and `grad_ready`.
 
     A step: zero_grad_buffer(); forward and backward of each micro batch, all but the last within no_sync(); finish_grad_sync(). Then
-    main_grad holds the mean over the data-parallel ranks (the sum with config.calculate_per_token_loss).
+    main_grad holds the mean over the data-parallel ranks (the sum with config.calculate_per_token_loss); with
+    ddp_config.use_distributed_optimizer in the part of each bucket that this rank updates, and nothing of use elsewhere. After that
+    update start_param_sync() collects the parameters.
 
     Args:
         config: the model's TransformerConfig; only `calculate_per_token_loss` is read.
@@ -87,6 +90,9 @@ class DistributedDataParallel(nn.Module):
         self.bucket_groups = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
         self._overlap = ddp_config.overlap_grad_reduce and any(get_pg_size(buffer.group) > 1 for buffer in self.grad_buffers)
         self._readiness = [_BucketReadiness(buffer) for buffer in self.grad_buffers] if self._overlap else []
+        self._param_gather = (
+            ParamGather(self.grad_buffers, module, ddp_config.overlap_param_gather) if ddp_config.use_distributed_optimizer else None
+        )
         for number, buffer in enumerate(self.grad_buffers):
             for param in buffer.params:
                 param.grad_ready = self._grad_ready_function(param, number)  # type: ignore[attr-defined]
@@ -126,6 +132,7 @@ class DistributedDataParallel(nn.Module):
                     count_nonfinite=ddp_config.check_for_nan_in_grad or ddp_config.check_for_large_grads,
                     count_large=ddp_config.check_for_large_grads,
                     high_bandwidth_padding=ddp_config.pad_buckets_for_high_nccl_busbw,
+                    distributed=ddp_config.use_distributed_optimizer,
                 )
             )
         return buffers
@@ -171,6 +178,21 @@ class DistributedDataParallel(nn.Module):
         for readiness in self._readiness:
             readiness.finish()
 
+    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
+        """Collect the parameters that the ranks updated, with the distributed optimizer; nothing to do otherwise.
+
+        With overlap_param_gather each module waits for its own parameters when its next forward begins (unless `force_sync`).
+        """
+        if self._param_gather is not None:
+            self._param_gather.start()
+            if force_sync:
+                self._param_gather.finish()
+
+    def finish_param_sync(self) -> None:
+        """Make every collection of parameters precede what follows: for who reads parameters without a forward."""
+        if self._param_gather is not None:
+            self._param_gather.finish()
+
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply all main gradients; the factor may be a 0-d tensor on the device."""
         for buffer in self.grad_buffers:
@@ -194,18 +216,22 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's: the wrapper adds no prefix."""
+        self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self.finish_param_sync()
         return self.module.state_dict_for_save_checkpoint(*args, **kwargs)  # type: ignore[operator]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.finish_param_sync()
         return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load in the wrapped module, in place: parameters keep their main_grad."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the parameters that the gradient buffers belong to")
+        self.finish_param_sync()
         return self.module.load_state_dict(state_dict, strict=strict)
 
 

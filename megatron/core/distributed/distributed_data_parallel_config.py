@@ -9,6 +9,8 @@ from megatron.core.utils import unbuilt_fields, unbuilt_problems
 _USED = (
     "grad_reduce_in_fp32",
     "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_distributed_optimizer",
     "check_for_nan_in_grad",
     "check_for_large_grads",
     "bucket_size",
@@ -30,8 +32,10 @@ class DistributedDataParallelConfig:
     overlap_grad_reduce: bool = False
     """Reduce a bucket as soon as the last micro batch's backward has filled it."""
     overlap_param_gather: bool = False
+    """With use_distributed_optimizer and overlap_grad_reduce: a module's forward waits only for its own parameters."""
     align_param_gather: bool = False
     use_distributed_optimizer: bool = False
+    """Each data-parallel rank reduces and updates its part of every bucket; parameters are gathered after the update."""
     num_distributed_optimizer_instances: int = 1
     check_for_nan_in_grad: bool = False
     """Count non-finite local gradients before they are reduced, on the device, so that the rank can be named (nonfinite_report)."""
@@ -82,6 +86,9 @@ class DistributedDataParallelConfig:
                 found.append(f"{name} is {value}: it must be at least 1, or None for the default")
         if self.bucket_size is not None and self.num_buckets is not None:
             found.append(f"bucket_size {self.bucket_size} and num_buckets {self.num_buckets} were both given: keep one of them")
+        for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+            if self.overlap_param_gather and not getattr(self, name):
+                found.append(f"overlap_param_gather needs {name}: turn that on, or overlap_param_gather off")
         return found
 
     def __post_init__(self) -> None:

@@ -1,17 +1,18 @@
-"""Main gradients in contiguous buffers, cut in buckets that are reduced one by one.
+"""Main gradients in contiguous buffers, cut in buckets that are reduced one by one; with the distributed optimizer parameters too.
 
 Layout (checkpoints of the distributed optimizer depend on it): parameters in reverse order of registration, because backward fills them
 in about that order; each starts at a multiple of 64 elements; a bucket ends at a multiple of the data-parallel size and of 128 elements.
+Of each bucket the distributed optimizer gives rank r the r-th of data-parallel-size equal parts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.utils import get_pg_size
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 PARAM_ALIGNMENT = 64  # elements; so every view starts on a 128-byte boundary in bf16 too
 BUCKET_ALIGNMENT = 128
@@ -56,11 +57,16 @@ def default_bucket_size(dp_size: int) -> int:
 
 
 def compute_buffer_layout(
-    params: Sequence[tuple[str, int]], bucket_size: int | None, dp_size: int, high_bandwidth_padding: bool = False
+    params: Sequence[tuple[str, int]],
+    bucket_size: int | None,
+    dp_size: int,
+    high_bandwidth_padding: bool = False,
+    alone: Collection[str] = (),
 ) -> BufferLayout:
     """Place parameters, given as (name, number of elements) in registration order.
 
-    A bucket closes once it holds at least `bucket_size` elements (None: one bucket for all). Pure: no tensor, no process group.
+    A bucket closes once it holds at least `bucket_size` elements (None: one bucket for all). Each parameter named in `alone` has a bucket
+    of its own. Pure: no tensor, no process group.
     """
     alignment = math.lcm(dp_size, BUCKET_ALIGNMENT, HIGH_BANDWIDTH_ALIGNMENT if high_bandwidth_padding else 1)
     slots: list[ParamSlot] = []
@@ -76,11 +82,13 @@ def compute_buffer_layout(
         names = []
 
     for name, numel in reversed(params):
+        if name in alone and names:
+            close_bucket()
         start = _round_up(end, PARAM_ALIGNMENT)
         end = start + numel
         slots.append(ParamSlot(name, start, end, len(buckets)))
         names.append(name)
-        if bucket_size is not None and end - bucket_start >= bucket_size:
+        if name in alone or (bucket_size is not None and end - bucket_start >= bucket_size):
             close_bucket()
     if names:
         close_bucket()
@@ -90,11 +98,15 @@ def compute_buffer_layout(
 class GradBucket:
     """A part of a gradient buffer that is reduced in one collective."""
 
-    def __init__(self, names: tuple[str, ...], params: list[torch.nn.Parameter], grad_data: torch.Tensor) -> None:
+    def __init__(
+        self, names: tuple[str, ...], params: list[torch.nn.Parameter], grad_data: torch.Tensor, param_data: torch.Tensor | None = None
+    ) -> None:
         self.names = names
         self.params = params
         self.grad_data = grad_data  # a flat view, padding included
+        self.param_data = param_data  # likewise, with the distributed optimizer
         self.work: dist.Work | None = None
+        self.gather_work: dist.Work | None = None
         self.dispatched = False
 
 
@@ -109,6 +121,8 @@ class ParamAndGradBuffer:
         scale: factor on the local gradients before they are summed (1 / data-parallel size for a mean).
         average_in_collective: let NCCL average; then `scale` is the factor beyond the mean.
         count_nonfinite: keep, on the device, how often each local gradient was not finite before its reduction.
+        distributed: reduce-scatter instead of all-reduce: of each bucket only this rank's part is reduced. Parameters move into a
+            contiguous buffer of the same layout, so that their updated parts can be gathered in place.
 
     Sets `main_grad` (a view with the parameter's shape) and `main_grad_filled` (False) on each parameter.
     """
@@ -125,24 +139,38 @@ class ParamAndGradBuffer:
         count_nonfinite: bool = False,
         count_large: bool = False,
         high_bandwidth_padding: bool = False,
+        distributed: bool = False,
     ) -> None:
         self.group = group
+        self.distributed = distributed
         self.scale = scale
         self.average_in_collective = average_in_collective
         self.largest_norm = LARGE_GRAD_NORM if count_large else torch.inf
+        # A weight that lives in two pipeline stages: alone in its bucket, so that both stages give the same rank the same part of it.
+        tied = {name for name, param in params if distributed and getattr(getattr(param, "sharding", None), "shared_with", None)}
         self.layout = compute_buffer_layout(
-            [(name, param.numel()) for name, param in params], bucket_size, get_pg_size(group), high_bandwidth_padding
+            [(name, param.numel()) for name, param in params], bucket_size, get_pg_size(group), high_bandwidth_padding, tied
         )
         by_name = dict(params)
         assert len(by_name) == len(params), "parameter names must be unique"
         # zeros once: padding is summed with the rest and must stay finite
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype, device=params[0][1].device)
+        self.param_data = torch.zeros_like(self.grad_data, dtype=params[0][1].dtype) if distributed else None
         for slot in self.layout.params:
             param = by_name[slot.name]
+            if self.param_data is not None:
+                place = self.param_data[slot.start : slot.end].view(param.shape)
+                place.copy_(param.detach())
+                param.data = place
             param.main_grad = self.grad_data[slot.start : slot.end].view(param.shape)  # type: ignore[attr-defined]
             param.main_grad_filled = False  # type: ignore[attr-defined]
         self.buckets = [
-            GradBucket(bucket.names, [by_name[name] for name in bucket.names], self.grad_data[bucket.start : bucket.end])
+            GradBucket(
+                bucket.names,
+                [by_name[name] for name in bucket.names],
+                self.grad_data[bucket.start : bucket.end],
+                None if self.param_data is None else self.param_data[bucket.start : bucket.end],
+            )
             for bucket in self.layout.buckets
         ]
         self.params = [by_name[slot.name] for slot in self.layout.params]
@@ -182,8 +210,33 @@ class ParamAndGradBuffer:
         if self.scale != 1.0:
             bucket.grad_data.mul_(self.scale)
         op = dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
-        work = dist.all_reduce(bucket.grad_data, op=op, group=self.group, async_op=async_op)
+        if self.distributed:
+            work = dist.reduce_scatter_tensor(self.own_part(bucket.grad_data), bucket.grad_data, op=op, group=self.group, async_op=async_op)
+        else:
+            work = dist.all_reduce(bucket.grad_data, op=op, group=self.group, async_op=async_op)
         bucket.work = work if async_op else None
+
+    def own_part(self, bucket_data: torch.Tensor) -> torch.Tensor:
+        """Of a bucket's flat data the part that this rank reduces and updates."""
+        size = bucket_data.numel() // get_pg_size(self.group)
+        return bucket_data.narrow(0, get_pg_rank(self.group) * size, size)
+
+    def own_range(self, slot: ParamSlot) -> tuple[int, int]:
+        """[start, end) of the flattened parameter that this rank updates; start == end when none of it."""
+        bucket = self.layout.buckets[slot.bucket]
+        size = (bucket.end - bucket.start) // get_pg_size(self.group)
+        first = bucket.start + get_pg_rank(self.group) * size
+        start, end = max(first, slot.start), min(first + size, slot.end)
+        return (start - slot.start, end - slot.start) if start < end else (0, 0)
+
+    def gather_bucket(self, index: int, async_op: bool) -> None:
+        """Collect the updated parameters of a bucket from the ranks that updated them."""
+        bucket = self.buckets[index]
+        assert bucket.param_data is not None and bucket.gather_work is None
+        if get_pg_size(self.group) == 1:
+            return
+        work = dist.all_gather_into_tensor(bucket.param_data, self.own_part(bucket.param_data), group=self.group, async_op=async_op)
+        bucket.gather_work = work if async_op else None
 
     def wait(self) -> None:
         """Make all reductions that were started precede what follows."""

@@ -29,7 +29,9 @@ def norm(
     if zero_centered:
         weight = weight + 1
     if rms:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        # Where rms_norm is several operations, x gets a gradient from each: they are added up here, before the residual's joins them, so
+        # that the order of the sums, and the last bit, is the same when the norm is run again in the backward pass.
+        return F.rms_norm(x.view_as(x), weight.shape, weight, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, shard_params
 from megatron.core.optimizer.fused_optimizers import FusedAdam, FusedOptimizer, FusedSGD
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer, OptimizedParam
@@ -13,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.utils import get_pg_size, strip_wrapper_prefix
 
-__all__ = ["MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
+__all__ = ["DistributedOptimizer", "MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -111,7 +112,7 @@ def get_megatron_optimizer(
 
     Args:
         model_chunks: DistributedDataParallel chunks (their main_grad is used), or plain modules (their grad is).
-        pg_collection: `mp`, `tp`, `pp`, `ep` are read; parallel_state's groups by default.
+        pg_collection: `mp`, `tp`, `pp`, `ep`, `dp_cp` are read; parallel_state's groups by default.
     Raises ValueError for what is not built, a missing learning rate, or a model without trainable parameters.
     """
     if config_overrides or dump_param_to_param_group_map:
@@ -128,8 +129,17 @@ def get_megatron_optimizer(
         raise ValueError("an optimizer for experts spread over expert-parallel ranks is not built yet; use expert parallel size 1")
     if any(param.dtype == torch.float16 for _, param in named) and not config.fp16:
         raise ValueError("the model has fp16 parameters but OptimizerConfig.fp16 is False: set it, fp16 needs loss scaling")
-    groups, ordered = _param_groups(config, [OptimizedParam(name, param, _main_param(param)) for name, param in named])
-    kind = Float16OptimizerWithFloat16Params if any(entry.has_copy for entry in ordered) else FP32Optimizer
+    entries: list[OptimizedParam]
+    if config.use_distributed_optimizer:
+        entries = list(shard_params(config, named, model_chunks))
+    else:
+        if any(getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False) for chunk in model_chunks):
+            raise ValueError("the model reduces gradients for a distributed optimizer: set OptimizerConfig.use_distributed_optimizer too")
+        entries = [OptimizedParam(name, param, _main_param(param)) for name, param in named]
+    groups, ordered = _param_groups(config, entries)
+    kind: type[MegatronOptimizer] = Float16OptimizerWithFloat16Params if any(entry.has_copy for entry in ordered) else FP32Optimizer
+    if config.use_distributed_optimizer:
+        kind = DistributedOptimizer
     return kind(
         _inner_optimizer(config, groups),
         config,

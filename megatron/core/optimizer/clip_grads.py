@@ -42,6 +42,8 @@ class NormPlan:
     Args:
         named_params: (name, model parameter with its `sharding` record).
         mp_group: the model-parallel ranks (tensor x pipeline) that together hold the model once; None means alone.
+        ranges: for each parameter the [start, end) of its flattened elements that this rank has, where they are spread over the
+            data-parallel ranks `shard_group` too; the tensors are then these parts, flat.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class NormPlan:
         mp_group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
         pp_group: dist.ProcessGroup | None = None,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        shard_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.mp_group = mp_group
+        self._groups = [group for group in (shard_group, mp_group) if get_pg_size(group) > 1]
         device = named_params[0][1].device
         self._piece_size = _CPU_PIECE if device.type == "cpu" else None
         self._cuts: list[list[tuple[int, int, int] | None]] = []  # for each parameter: (dim, start, length), or all of it
@@ -64,14 +68,22 @@ class NormPlan:
             cuts: list[tuple[int, int, int] | None] = []
             for part in counted_parts(sharding, get_pg_size(tp_group), get_pg_rank(tp_group), is_copy):
                 cut = None if isinstance(part, bool) else (sharding.split_dim, part[0], part[1])
-                pieces = len(self._split(param.detach(), cut))
+                tensor = param.detach()
+                if ranges is not None:
+                    start, end = ranges[index]
+                    cut = _flat_cut(tensor.shape, cut, start, end)
+                    tensor = tensor.reshape(-1)[start:end]
+                    if (cut[2] if cut else tensor.numel()) == 0:
+                        continue
+                pieces = len(self._split(tensor, cut))
                 cuts.append(cut)
                 owners += [index] * pieces
                 counted += [part if isinstance(part, bool) else part[2]] * pieces
             self._cuts.append(cuts)
         self.num_params = len(named_params)
-        self.owners = torch.tensor(owners, device=device)
+        self.owners = torch.tensor(owners, dtype=torch.int64, device=device)
         self.counted = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=device)
+        self.device = device
 
     def _split(self, tensor: torch.Tensor, cut: tuple[int, int, int] | None) -> Sequence[torch.Tensor]:
         part = tensor if cut is None else tensor.narrow(*cut)
@@ -84,8 +96,8 @@ class NormPlan:
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         total = (values if self.counted is None else values * self.counted).sum()
-        if get_pg_size(self.mp_group) > 1:
-            dist.all_reduce(total, group=self.mp_group)
+        for group in self._groups:
+            dist.all_reduce(total, group=group)
         return total
 
     @torch.no_grad()
@@ -95,7 +107,8 @@ class NormPlan:
         One value that is not finite, on any rank, counted or not, makes the norm so on every rank of the group: nothing else needs to
         be exchanged. (fp32 values above 1.8e19 do so too: their squares overflow.)
         """
-        norms = torch.stack(torch._foreach_norm(self._pieces(tensors)))
+        pieces = self._pieces(tensors)
+        norms = torch.stack(torch._foreach_norm(pieces)) if pieces else torch.zeros(0, device=self.device)
         squares = norms.double().square()
         bad = (~norms.isfinite()).to(torch.int32)
         nonfinite = torch.zeros(self.num_params, dtype=torch.int32, device=norms.device).index_add_(0, self.owners, bad)
@@ -104,8 +117,22 @@ class NormPlan:
     @torch.no_grad()
     def count_zeros(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """How many elements are exactly 0, over all ranks: 0-d int64."""
-        zeros = torch.stack([piece.numel() - torch.count_nonzero(piece) for piece in self._pieces(tensors)])
-        return self._total(zeros.double()).to(torch.int64)
+        zeros = [piece.numel() - torch.count_nonzero(piece) for piece in self._pieces(tensors)]
+        return self._total(torch.stack(zeros).double() if zeros else torch.zeros(0, dtype=torch.float64, device=self.device)).to(
+            torch.int64
+        )
+
+
+def _flat_cut(shape: torch.Size, cut: tuple[int, int, int] | None, start: int, end: int) -> tuple[int, int, int] | None:
+    """What of a cut of a tensor lies in the flattened elements [start, end), as a cut of those."""
+    if cut is None:
+        return None
+    dim, first, rows = cut
+    if dim != 0:
+        raise ValueError(f"a parameter with replicated parts along dim {dim} is not built yet for the distributed optimizer; split dim 0")
+    width = shape[1:].numel()
+    low, high = max(start, first * width), min(end, (first + rows) * width)
+    return 0, max(low - start, 0), max(high - low, 0)
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -46,9 +46,12 @@ class FusedOptimizer:
             group["step"] += 1.0 - found_inf
             by_dtype: dict[torch.dtype, tuple[Tensors, Tensors]] = {}
             for param in group["params"]:
+                grad = next(remaining)
+                if param.numel() == 0:  # a part of a parameter of which another rank has everything
+                    continue
                 params_grads = by_dtype.setdefault(param.dtype, ([], []))
                 params_grads[0].append(param)
-                params_grads[1].append(next(remaining))
+                params_grads[1].append(grad)
             for dtype, (params, group_grads) in by_dtype.items():
                 scale = None if grad_scale is None or dtype == torch.float64 else grad_scale.float()
                 states = [[self.state[param][name] for param in params] for name in self.state_names]

@@ -28,7 +28,12 @@ class OptimizedParam:
 
     @property
     def has_copy(self) -> bool:
-        return self.main_param is not self.model_param
+        return self.main_param is not self.model_tensor
+
+    @property
+    def model_tensor(self) -> torch.Tensor:
+        """What of the model's parameter `main_param` stands for: all of it."""
+        return self.model_param
 
 
 class MegatronOptimizer:
@@ -63,13 +68,16 @@ class MegatronOptimizer:
         self.model_chunks = list(model_chunks)
         self.grad_scaler = grad_scaler
         self.device = self.params[0].main_param.device
-        self.norm_plan = NormPlan([(entry.name, entry.model_param) for entry in self.params], groups.mp, groups.tp, groups.pp)
+        self.norm_plan = self._make_norm_plan(groups)
         self.num_skipped = torch.zeros((), dtype=torch.int32, device=self.device)
         self.num_nan = torch.zeros((), dtype=torch.int32, device=self.device)
         self._nonfinite_counts = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
         self._nonfinite_reported = [0] * len(self.params)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         init_state_fn(optimizer)
+
+    def _make_norm_plan(self, groups: ProcessGroupCollection) -> NormPlan:
+        return NormPlan([(entry.name, entry.model_param) for entry in self.params], groups.mp, groups.tp, groups.pp)
 
     # --- a step ---
 
@@ -122,14 +130,14 @@ class MegatronOptimizer:
         """Round fp32 main parameters to the model's dtype. After a skipped step this writes what was there."""
         copies = [entry for entry in self.params if entry.has_copy]
         if copies:
-            torch._foreach_copy_([entry.model_param for entry in copies], [entry.main_param for entry in copies])
+            torch._foreach_copy_([entry.model_tensor for entry in copies], [entry.main_param for entry in copies])
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Take the main parameters from the model's, after those were loaded without an optimizer's state."""
         for entry in self.params:
             if entry.has_copy:
-                entry.main_param.copy_(entry.model_param)
+                entry.main_param.copy_(entry.model_tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop `grad` of every parameter. Main gradients belong to DistributedDataParallel.zero_grad_buffer."""
@@ -183,6 +191,12 @@ class MegatronOptimizer:
         return [(entry.name, now - then) for entry, now, then in zip(self.params, counts, before) if now > then]
 
     # --- checkpoints ---
+
+    state_kind = "plain"  # what `model_sharded_state` gives
+
+    def shard_range(self, param: nn.Parameter) -> tuple[int, int] | None:
+        """[start, end) of the flattened parameter that the state's tensors are for; None: all of it, in the parameter's shape."""
+        return None
 
     def model_sharded_state(self, kind: str = "plain") -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
         """(record of the parameter table, {state name: tensor of the parameter's local shape, `fp32_param` where there is a copy}).

@@ -32,6 +32,8 @@ _USED = (
     "clip_grad",
     "grad_norm_skip_threshold",
     "log_num_zeros_in_grad",
+    "use_distributed_optimizer",
+    "overlap_param_gather",
 )
 # Read by nobody, and rightly: the training loop times its phases itself.
 ANY_VALUE = ("timers", "barrier_with_L1_time")
@@ -99,8 +101,10 @@ class OptimizerConfig:
     adaptive_muon_beta2: float = 0.95
     adaptive_muon_eps: float = 1e-08
     use_distributed_optimizer: bool = False
+    """Each data-parallel rank keeps state for, and updates, its part of every gradient bucket."""
     use_layer_wise_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
+    """As DistributedDataParallelConfig, which decides, has it."""
     overlap_param_gather_with_optimizer_step: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 0.0
@@ -123,6 +127,8 @@ class OptimizerConfig:
         found = unbuilt_problems(self, UNBUILT)
         if self.optimizer not in OPTIMIZERS:
             found.append(f"optimizer {self.optimizer!r} is not built yet; choose one of {', '.join(OPTIMIZERS)}")
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            found.append("overlap_param_gather needs use_distributed_optimizer: turn that on, or overlap_param_gather off")
         if self.fp16 and self.bf16:
             found.append("fp16 and bf16 were both given: keep one of them")
         if self.loss_scale is not None and not self.loss_scale > 0:

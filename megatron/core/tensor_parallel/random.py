@@ -123,6 +123,22 @@ def _set_all_states(states: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
     _tracker.set_states(states[2])
 
 
+@contextlib.contextmanager
+def _replayed(states: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]) -> Iterator[None]:
+    """Inside, every generator stands where `states` says, and gradients are recorded; then all go back."""
+    now = _all_states()
+    _set_all_states(states)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        _set_all_states(now)
+
+
+def _needs_gradients(args: tuple) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable, *args: Any) -> Any:
@@ -140,11 +156,8 @@ class _Checkpoint(torch.autograd.Function):
         for arg, needed in zip(args, ctx.needs_input_grad[1:]):
             if needed:
                 arg.requires_grad_()
-        now = _all_states()
-        _set_all_states(ctx.states)
-        with torch.enable_grad():
+        with _replayed(ctx.states):
             outputs = ctx.function(*args)
-        _set_all_states(now)
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         pairs = [(out, grad) for out, grad in zip(outputs, grads) if isinstance(out, torch.Tensor) and out.requires_grad]
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
@@ -154,8 +167,78 @@ class _Checkpoint(torch.autograd.Function):
 def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
     """`function(*args)` without keeping its activations: the backward runs it again, on the random states of the first time.
 
-    Positional tensors get gradients; `distribute_saved_activations` is not built yet (ValueError).
+    Positional tensors get gradients, and so do the parameters that `function` uses; other tensors that it closes over do not. Where no
+    argument needs a gradient nothing is dropped. `distribute_saved_activations` is not built yet (ValueError).
     """
     if distribute_saved_activations:
         raise ValueError("distribute_saved_activations = True is not built yet; leave it at False")
-    return _Checkpoint.apply(function, *args)
+    # A Function of inputs without gradients is a constant to autograd: the parameters inside would get none either.
+    return _Checkpoint.apply(function, *args) if _needs_gradients(args) else function(*args)
+
+
+class _RunAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owner: "RecomputedOutput", function: Callable, inp: torch.Tensor) -> torch.Tensor:
+        ctx.owner = owner
+        with torch.no_grad():
+            return function(inp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        inp, out = ctx.owner.take()
+        torch.autograd.backward(out, grads[0])
+        return None, None, inp.grad
+
+
+class RecomputedOutput:
+    """The output of a cheap function of one tensor, freed after the forward and made again when the backward first needs it.
+
+    Unlike `checkpoint`, which keeps the output and drops what is inside, this frees the output itself, also for those who saved it for
+    their own backward. The function must return a new contiguous tensor. `active` False: `run` is a plain call, and nothing is freed.
+    """
+
+    def __init__(self, active: bool = True) -> None:
+        self.active = active
+        self._again: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._storage: torch.UntypedStorage | None = None
+        self._size = 0
+        self._pair: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def run(self, function: Callable[[torch.Tensor], torch.Tensor], inp: torch.Tensor) -> torch.Tensor:
+        self.active = self.active and _needs_gradients((inp,))
+        if not self.active:
+            return function(inp)
+        states, detached = _all_states(), inp.detach()
+
+        def again() -> tuple[torch.Tensor, torch.Tensor]:
+            leaf = detached.detach().requires_grad_()
+            with _replayed(states):
+                return leaf, function(leaf)
+
+        self._again = again
+        output = _RunAgain.apply(self, function, inp)
+        self._storage, self._size = output.untyped_storage(), output.untyped_storage().nbytes()
+        return output
+
+    def free_until_backward_of(self, result: torch.Tensor) -> None:
+        """Free the output now. `result`, made from it, gets its gradient before any user of the output does: the sign to run again."""
+        if self.active:
+            assert self._storage is not None
+            self._storage.resize_(0)
+            result.register_hook(self._fill)
+
+    def _fill(self, grad: torch.Tensor) -> None:
+        assert self._again is not None and self._storage is not None
+        self._pair = self._again()
+        # of storages, not of tensors: autograd must not take it for a change of what was saved
+        self._storage.resize_(self._size)
+        self._storage.copy_(self._pair[1].untyped_storage())
+        self._storage = self._again = None
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input, output) of the second run, with a graph between them; the first one is made where nothing was freed."""
+        pair, self._pair = self._pair, None
+        if pair is None:
+            assert self._again is not None, "the backward of a recomputed output ran twice"
+            pair = self._again()
+        return pair

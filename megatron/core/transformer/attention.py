@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -125,16 +126,21 @@ class SelfAttention(MegatronModule):
             query_angles, key_angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             query = apply_rotary_pos_emb(query, query_angles, config=self.config)
             key = apply_rotary_pos_emb(key, key_angles, config=self.config)
-        context = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            attn_mask_type=self.attn_mask_type,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
-        )
-        return self.linear_proj(context)
+
+        def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return self.core_attention(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+
+        if self.training and self.config.recomputes("core_attn"):
+            return self.linear_proj(checkpoint(core, False, query, key, value))
+        return self.linear_proj(core(query, key, value))
 
 
 def mark_partial_over_tp(norm: torch.nn.Module) -> None:

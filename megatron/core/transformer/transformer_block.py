@@ -1,5 +1,6 @@
 """The stack of layers that one pipeline stage (one chunk of it) holds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -69,6 +71,17 @@ class TransformerBlock(MegatronModule):
     def set_input_tensor(self, input_tensor: torch.Tensor) -> None:
         self.input_tensor = input_tensor
 
+    def _runs(self) -> list[tuple[int, int, bool]]:
+        """(first layer, layer after the last, run again in the backward pass) over this chunk's layers."""
+        config, total = self.config, len(self.layers)
+        if config.recompute_granularity != "full" or not self.training:
+            return [(0, total, False)]
+        step = config.recompute_num_layers
+        assert step is not None
+        if config.recompute_method == "uniform":
+            return [(first, min(first + step, total), True) for first in range(0, total, step)]
+        return [(layer, layer + 1, layer < step) for layer in range(total)]
+
     def forward(
         self,
         hidden_states: torch.Tensor | None,
@@ -83,17 +96,26 @@ class TransformerBlock(MegatronModule):
     ) -> torch.Tensor:
         hidden = hidden_states if self.pre_process else self.input_tensor
         assert hidden is not None, "a stage after the first needs set_input_tensor"
-        for layer in self.layers:
-            hidden, context = layer(
-                hidden,
-                attention_mask=attention_mask,
-                context=context,
-                rotary_pos_emb=rotary_pos_emb,
-                attention_bias=attention_bias,
-                inference_context=inference_context,
-                packed_seq_params=packed_seq_params,
-                **layer_arguments,
-            )
+        layer_arguments = {
+            "attention_mask": attention_mask,
+            "rotary_pos_emb": rotary_pos_emb,
+            "attention_bias": attention_bias,
+            "inference_context": inference_context,
+            "packed_seq_params": packed_seq_params,
+            **layer_arguments,
+        }
+
+        def run_of(first: int, last: int) -> Callable:
+            def run(hidden: torch.Tensor, context: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+                for index in range(first, last):
+                    hidden, context = self.layers[index](hidden, context=context, **layer_arguments)
+                return hidden, context
+
+            return run
+
+        for first, last, recomputed in self._runs():
+            run = run_of(first, last)
+            hidden, context = checkpoint(run, False, hidden, context) if recomputed else run(hidden, context)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
 

@@ -10,6 +10,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.recompute import DEFAULT_MODULES, recompute_problems
 from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
 # Of the fields that TransformerConfig itself declares.
@@ -44,6 +45,10 @@ _USED = (
     "bias_dropout_fusion",
     "apply_rope_fusion",
     "attention_backend",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split",
@@ -112,7 +117,7 @@ class TransformerConfig(ModelParallelConfig):
     attention_backend: AttnBackend = AttnBackend.auto
     transformer_impl: str = "local"
 
-    # Recompute.
+    # Recompute, see recompute.py. recompute_modules None: core_attn, with selective granularity.
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
@@ -156,9 +161,20 @@ class TransformerConfig(ModelParallelConfig):
             std = self.embedding_init_method_std
             self.embedding_init_method = self.init_method if std is None else init_method_normal(std)
         super().__post_init__()
+        if self.recompute_modules is None and self.recompute_granularity == "selective":
+            self.recompute_modules = list(DEFAULT_MODULES)
+
+    def recomputes(self, module: str) -> bool:
+        """Whether the part `module` of every layer is to be run again in the backward pass (selective recompute)."""
+        return module in (self.recompute_modules or ())
 
     def problems(self) -> list[str]:
         found = super().problems() + unbuilt_problems(self, UNBUILT)
+        recompute = (self.recompute_granularity, self.recompute_method, self.recompute_num_layers, self.recompute_modules)
+        found += [
+            f"recompute_{name} {getattr(self, f'recompute_{name}')!r}: {rule}" + (f"; {works!r} works" if works else "; leave it out")
+            for name, rule, works in recompute_problems(*recompute, self.num_layers)
+        ]
         sizes = ("num_layers", "hidden_size", "num_attention_heads")
         small = [f"{name} {getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
         if small:

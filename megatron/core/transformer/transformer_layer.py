@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
-from megatron.core.tensor_parallel.random import dropout_state
+from megatron.core.tensor_parallel.random import RecomputedOutput, checkpoint, dropout_state
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -111,6 +111,10 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_arguments)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.mlp_bda = build_module(submodules.mlp_bda)
+        if config.recomputes("layernorm") and all(isinstance(n, IdentityOp) for n in (self.input_layernorm, self.pre_mlp_layernorm)):
+            raise ValueError(
+                "recompute_modules layernorm: this layer's norms are parts of its linears; leave layernorm out of recompute_modules"
+            )
 
     def forward(
         self,
@@ -123,7 +127,7 @@ class TransformerLayer(MegatronModule):
         inference_context: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        normed = self.input_layernorm(hidden_states)
+        normed, norm = self._norm(self.input_layernorm, hidden_states)
         attention = self.self_attention(
             normed,
             attention_mask=attention_mask,
@@ -133,8 +137,21 @@ class TransformerLayer(MegatronModule):
             packed_seq_params=packed_seq_params,
         )
         hidden_states = self._join(self.self_attn_bda, attention, normed, hidden_states)
-        normed = self.pre_mlp_layernorm(hidden_states)
-        return self._join(self.mlp_bda, self.mlp(normed), normed, hidden_states), context
+        norm.free_until_backward_of(hidden_states)
+        normed, norm = self._norm(self.pre_mlp_layernorm, hidden_states)
+        output = self._join(self.mlp_bda, self._mlp(normed), normed, hidden_states)
+        norm.free_until_backward_of(output)
+        return output, context
+
+    def _norm(self, norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RecomputedOutput]:
+        """The norm's output, and what frees it once its users have run (nothing is freed unless that is asked for)."""
+        recomputed = RecomputedOutput(self.training and self.config.recomputes("layernorm") and not isinstance(norm, IdentityOp))
+        return recomputed.run(norm, hidden_states), recomputed
+
+    def _mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.training and self.config.recomputes("mlp"):
+            return checkpoint(self.mlp, False, normed)
+        return self.mlp(normed)
 
     def _join(self, bda: Any, output_and_bias: Any, normed: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         residual = normed if self.config.apply_residual_connection_post_layernorm else hidden_states

@@ -1,5 +1,6 @@
 """A module's tensors in checkpoint form, derived from the sharding records of its parameters."""
 
+import math
 from typing import Any
 
 import torch
@@ -102,3 +103,64 @@ def sharded_tensor_of(record: ParamRecord, tensor: torch.Tensor, prefix: str = "
     """`tensor`, which belongs to the record's parameter and has its shape (an optimizer's moment), as that parameter is sharded."""
     groups = default_pg_collection(None)
     return _sharded_parameter(prefix + record.key, record, tensor.detach(), (), groups.tp, get_pg_rank(groups.dp_cp))
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    """(offsets, sizes, first element) of the boxes, in order, that make up the elements [start, end) of a flattened tensor."""
+    if start >= end:
+        return []
+    if len(shape) < 2:
+        return [((start,), (end - start,), start)]
+    width = math.prod(shape[1:])
+
+    def within_row(row: int, low: int, high: int) -> list[Box]:
+        inside = boxes_of_range(shape[1:], low - row * width, high - row * width)
+        return [((row, *offsets), (1, *sizes), first + row * width) for offsets, sizes, first in inside]
+
+    first_row, last_row = -(-start // width), end // width  # of the whole rows: first, one after the last
+    if first_row > last_row:
+        return within_row(last_row, start, end)
+    found = within_row(first_row - 1, start, first_row * width)
+    if first_row < last_row:
+        rest = (0,) * (len(shape) - 1)
+        found.append(((first_row, *rest), (last_row - first_row, *shape[1:]), first_row * width))
+    return found + within_row(last_row, last_row * width, end)
+
+
+def sharded_range_of(record: ParamRecord, flat: torch.Tensor, start: int, prefix: str = "") -> list[Any]:
+    """ShardedTensors (views of `flat`) of the elements from `start` of the record's flattened parameter, which this rank alone keeps."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    tp = default_pg_collection(None).tp
+    sharding, rank, size = record.sharding, get_pg_rank(tp), get_pg_size(tp)
+    shape = tuple(record.param.shape)
+    dim = (sharding.split_dim or 0) if sharding.is_split else 0
+    pieces = local_pieces(sharding, rank, size) if sharding.is_split and size > 1 else [(0, 0, shape[dim])]
+    tied_copy = int(sharding.shared_with is not None and record.name != sharding.shared_with)
+    layer, layers = ((record.layer,), (record.num_layers,)) if record.stacked else ((), ())
+    found = []
+    for offsets, sizes, first in boxes_of_range(shape, start, start + flat.numel()):
+        data = flat.detach()[first - start : first - start + math.prod(sizes)].view(sizes)
+        for whole, part, rows in pieces:
+            low, high = max(offsets[dim], part), min(offsets[dim] + sizes[dim], part + rows)
+            if low < high:
+                inside = data.narrow(dim, low - offsets[dim], high - low)
+                at = (*layer, *offsets[:dim], whole + low - part, *offsets[dim + 1 :])
+                found.append(
+                    ShardedTensor(
+                        prefix + record.key,
+                        inside,
+                        inside.dtype,
+                        tuple(inside.shape),
+                        (*layers, *sharding.global_shape),  # type: ignore[arg-type]
+                        at,  # type: ignore[arg-type]
+                        None,
+                        replica_id=(tied_copy, 0 if sharding.is_split else rank, 0),
+                        prepend_axis_num=len(layer),
+                        allow_shape_mismatch=sharding.logical_size is not None,
+                    )
+                )
+    return found

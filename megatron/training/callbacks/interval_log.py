@@ -167,6 +167,7 @@ def _finite(value: float | None) -> bool:
 def where_nonfinite(run: TrainingRun, step: StepNumbers) -> tuple[int, str]:
     """What is not finite on this rank, with a number that is smaller the nearer that is to the cause."""
     for chunk in run.model:
+        chunk.finish_param_sync()
         for name, parameter in chunk.named_parameters():
             if not bool(parameter.detach().isfinite().all()):
                 return 0, f"the parameter {name.removeprefix('module.').removeprefix('module.')} itself holds NaN or Inf"

@@ -4,7 +4,7 @@
 """
 
 from megatron.training.config.data import DataFlags, TokenizerFlags
-from megatron.training.config.model import AttentionFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags
+from megatron.training.config.model import AttentionFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
 from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
 from megatron.training.config.output import CheckpointFlags, LoggingFlags
 from megatron.training.config.training import BatchFlags, DistributedFlags, EvaluationFlags, ParallelismFlags, TrainingFlags
@@ -15,6 +15,7 @@ SECTIONS: tuple[type, ...] = (
     PositionFlags,
     NormFlags,
     KernelFlags,
+    RecomputeFlags,
     ParallelismFlags,
     BatchFlags,
     TrainingFlags,

@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.transformer.recompute import recompute_problems
 from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
 
 Args = argparse.Namespace
@@ -109,6 +110,16 @@ def check_model(args: Args) -> Iterator[Problem]:
     if positions == "rope" and channels and int(channels * args.rotary_percent) % 2:
         rule = f"leaves {int(channels * args.rotary_percent)} rotating channels of a head's {channels}: it must be an even number"
         yield problem(args, "rotary_percent", rule, f"--kv-channels {channels + 1}" if channels % 2 else 1.0)
+
+
+def check_recompute(args: Args) -> Iterator[Problem]:
+    granularity, method, layers = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
+    if args.recompute_activations and granularity != "selective":
+        yield problem(args, "recompute_granularity", "--recompute-activations asks for selective", "selective")
+    total = args.num_layers if (layers or 1) > 0 else None  # what is below 1 is a matter of ranges
+    for name, rule, works in recompute_problems(granularity, method, layers, args.recompute_modules, total):
+        needed = f"--recompute-granularity {'selective' if name == 'modules' else 'full'}"
+        yield problem(args, f"recompute_{name}", rule, works or needed)
 
 
 def check_batch(args: Args) -> Iterator[Problem]:
@@ -220,6 +231,14 @@ def check_optimizer(args: Args) -> Iterator[Problem]:
             yield problem(args, "end_weight_decay", f"must be at least --start-weight-decay {start}", start)
 
 
+def check_distribution(args: Args) -> Iterator[Problem]:
+    for dest in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if args.overlap_param_gather and not getattr(args, dest):
+            yield problem(args, "overlap_param_gather", f"needs {name_of(dest)}", name_of(dest))
+    if args.deterministic_mode and args.attention_backend == "fused":
+        yield problem(args, "attention_backend", "cuDNN's kernel is not deterministic, and --deterministic-mode was given", "flash")
+
+
 def check_precision(args: Args) -> Iterator[Problem]:
     if args.fp16 and args.bf16:
         yield Problem("--fp16", "", "excludes --bf16: one number format", "--bf16")
@@ -287,10 +306,12 @@ RULES = (
     check_built,
     check_required,
     check_model,
+    check_recompute,
     check_batch,
     check_length,
     check_learning_rate,
     check_optimizer,
+    check_distribution,
     check_precision,
     check_run,
 )

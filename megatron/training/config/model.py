@@ -1,7 +1,9 @@
-"""The model: size, layers' content, attention, positions, norms."""
+"""The model: size, layers' content, attention, positions, norms, recompute."""
+# ruff: noqa: RUF009  (flag() makes a dataclass field)
 
 from dataclasses import dataclass
 
+from megatron.core.transformer.recompute import GRANULARITIES, METHODS
 from megatron.training.config.fields import ARCHITECTURE, SETTING, flag
 
 
@@ -144,3 +146,23 @@ class KernelFlags:
         "Weight gradients are computed first and added after, not by one matrix product.",
         names=("--no-gradient-accumulation-fusion",),
     )
+
+
+@dataclass
+class RecomputeFlags:
+    """Activations that the backward pass makes again instead of keeping them; what is trained is the same to the bit."""
+
+    recompute_granularity: str | None = flag(
+        None,
+        "`full`: whole layers, as --recompute-method says; `selective`: the parts that --recompute-modules names.",
+        choices=GRANULARITIES,
+    )
+    recompute_method: str | None = flag(
+        None,
+        "With full: `uniform` drops what is inside each run of --recompute-num-layers layers, `block` that of the first "
+        "--recompute-num-layers layers of a stage alone.",
+        choices=METHODS,
+    )
+    recompute_num_layers: int | None = flag(None, "Layers of a run (uniform), or that recompute (block).", minimum=1)
+    recompute_modules: list[str] | None = flag(None, "With selective: any of core_attn, mlp, layernorm. Default: core_attn.", nargs="+")
+    recompute_activations: bool = flag(False, "The same as --recompute-granularity selective.")

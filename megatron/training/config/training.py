@@ -46,6 +46,7 @@ class TrainingFlags:
         "Go on after NaN or Inf in loss or gradients, and count such steps, instead of stopping; either way they change no weight.",
         names=("--no-check-for-nan-in-loss-and-grad",),
     )
+    deterministic_mode: bool = flag(False, "Two runs on one layout are equal to the bit: kernels that are not are left out or refused.")
     manual_gc: bool = flag(False, "Python's garbage collector runs only when told.")
     manual_gc_interval: int = flag(0, "Collect every so many iterations, with --manual-gc; 0 = never.", unit="iterations", minimum=0)
     manual_gc_eval: bool = flag(True, "No collection around evaluation.", no_effect="none is made there")
@@ -74,6 +75,12 @@ class DistributedFlags:
     distributed_backend: str = flag("nccl", "Communication of GPU tensors; without a GPU gloo is used.", choices=("nccl", "gloo"))
     overlap_grad_reduce: bool = flag(False, "Reduce gradients over data-parallel ranks while the backward pass still runs.")
     use_tp_pp_dp_mapping: bool = flag(False, "Number ranks by tensor, pipeline, then data parallelism, instead of data before pipeline.")
+    use_distributed_optimizer: bool = flag(
+        False, "Each data-parallel rank keeps the optimizer's state of, and updates, its share of the parameters alone."
+    )
+    overlap_param_gather: bool = flag(
+        False, "With --use-distributed-optimizer and --overlap-grad-reduce: updated parameters are gathered while the forward pass runs."
+    )
     distributed_timeout_minutes: int = flag(10, "After it a collective that hangs is an error.", unit="minutes", minimum=1)
     local_rank: int = flag(
         0, "Rank on this host, by old launchers: it chooses the GPU. LOCAL_RANK or SLURM_LOCALID of the environment wins.", minimum=0

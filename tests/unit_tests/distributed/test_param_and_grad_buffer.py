@@ -49,3 +49,13 @@ def test_size_that_megatron_wrote(dp_size, stored, padded):
     """Sizes of one bucket in a checkpoint of its distributed optimizer."""
     bucket = compute_buffer_layout([("all", stored)], None, dp_size).buckets[0]
     assert (bucket.numel_unpadded, bucket.end) == (stored, padded)
+
+
+def test_a_parameter_alone_in_its_bucket():
+    """First, in the middle, last: the others share buckets as before; two such parameters have two."""
+    for place in range(3):
+        params = [(f"p{index}", 100) for index in range(3)]
+        layout = compute_buffer_layout(params, None, 2, alone={f"p{place}"})
+        assert [bucket.names for bucket in layout.buckets if len(bucket.names) == 1 and bucket.names[0] == f"p{place}"]
+        assert sorted(len(bucket.names) for bucket in layout.buckets) == ([1, 1, 1] if place == 1 else [1, 2])
+    assert len(compute_buffer_layout([("a", 10), ("b", 10)], None, 2, alone={"a", "b"}).buckets) == 2

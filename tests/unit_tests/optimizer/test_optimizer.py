@@ -320,7 +320,7 @@ def test_reload_model_params():
     [
         ({"optimizer": "muon"}, "'muon' is not built yet"),
         ({"fp16": True, "bf16": True}, "keep one"),
-        ({"use_distributed_optimizer": True}, "use_distributed_optimizer"),
+        ({"use_layer_wise_distributed_optimizer": True}, "use_layer_wise_distributed_optimizer"),
         ({"clip_grad": -1.0}, "clip_grad is -1.0"),
         ({"loss_scale": 0.0}, "loss scale 0.0"),
     ],

@@ -40,10 +40,9 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "the same with what comes later": (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--train-iters 10 --lr 3e-4 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer --use-distributed-optimizer --async-save "
-        "--overlap-param-gather --moe-router-load-balancing-type aux_loss --num-experts 8 --recompute-modules core_attn mlp "
-        "--deterministic-mode",
-        ["--use-distributed-optimizer", "--async-save", "--overlap-param-gather", "--moe-router-load-balancing-type", "--num-experts",
-         "--recompute-modules", "--deterministic-mode"],
+        "--moe-router-load-balancing-type aux_loss --num-experts 8 "
+        "--deterministic-mode --num-distributed-optimizer-instances 2",
+        ["--async-save", "--num-distributed-optimizer-instances", "--moe-router-load-balancing-type", "--num-experts"],
     ),
 }  # fmt: skip
 
@@ -87,6 +86,16 @@ BAD = [
     ("--start-weight-decay 0.1", 1, ["--weight-decay-incr-style linear"]),
     ("--weight-decay-incr-style cosine --start-weight-decay 0.1", 1, ["--end-weight-decay", "is required"]),
     ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.01", 1, ["--end-weight-decay 0.01"]),
+    ("--recompute-granularity full --recompute-num-layers 1", 1, ["--recompute-method uniform"]),
+    ("--recompute-granularity full --recompute-method block", 1, ["--recompute-num-layers", "is required"]),
+    ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", 1, ["--recompute-num-layers 9", "between 1 and"]),
+    ("--recompute-granularity selective --recompute-modules mlp shared_experts", 1, ["shared_experts is not built yet", "core_attn, mlp"]),
+    ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "--recompute-granularity selective"]),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations", 1, ["asks for selective"]),
+    ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "needs --use-distributed-optimizer"]),
+    ("--overlap-param-gather --use-distributed-optimizer", 1, ["--overlap-param-gather", "needs --overlap-grad-reduce"]),
+    ("--deterministic-mode --attention-backend fused", 1, ["--attention-backend fused", "--attention-backend flash"]),
     ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
     ("--initial-loss-scale 0.5", 1, ["--min-loss-scale 1.0", "0.5"]),
     ("--optimizer muon", 1, ["--optimizer muon", "adam, sgd"]),
@@ -224,7 +233,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
-    "--use-checkpoint-args", "--help",
+    "--use-checkpoint-args", "--help", "--overlap-param-gather",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 

@@ -1,0 +1,61 @@
+"""After the distributed optimizer's update: every rank collects the parts of the parameters that the others updated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.core.distributed.param_and_grad_buffer import GradBucket, ParamAndGradBuffer
+from megatron.core.utils import get_pg_size
+
+
+class ParamGather:
+    """The gathers of a module's buffers, bucket by bucket.
+
+    With `overlap` they run in the background, those that the forward needs first (the last registered in the buffers) first. A module waits
+    for the buckets of its own parameters, and of parameters that it is called with (a tied head is given the embedding's), just before its
+    forward: so the order in which modules run matters for speed alone, never for what they compute with. Parameters of modules that were
+    never called (something else reads them) are waited for before the whole module's forward.
+    """
+
+    def __init__(self, buffers: Sequence[ParamAndGradBuffer], module: nn.Module, overlap: bool) -> None:
+        self.buffers = buffers
+        self.overlap = overlap and any(get_pg_size(buffer.group) > 1 for buffer in buffers)
+        if not self.overlap:
+            return
+        self._bucket_of = {id(param): bucket for buffer in buffers for bucket in buffer.buckets for param in bucket.params}
+        self._uncalled: dict[int, list[GradBucket]] = {}
+        for part in module.modules():
+            own = {id(bucket): bucket for param in part.parameters(recurse=False) if (bucket := self._bucket_of.get(id(param)))}
+            self._uncalled[id(part)] = list(own.values())
+            part.register_forward_pre_hook(self._waits_for(list(own.values()), part is module), with_kwargs=True)
+
+    def _waits_for(self, own: list[GradBucket], is_whole: bool) -> Any:
+        def wait(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            # in the first step, when who is called is learnt, nothing has been gathered yet
+            self._uncalled.pop(id(module), None)
+            for bucket in own if not is_whole else [*own, *(bucket for others in self._uncalled.values() for bucket in others)]:
+                finish(bucket)
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, nn.Parameter) and id(value) in self._bucket_of:
+                    finish(self._bucket_of[id(value)])
+
+        return wait
+
+    def start(self) -> None:
+        """Collect all buckets; in the background with overlap."""
+        for buffer in self.buffers:
+            for index in reversed(range(len(buffer.buckets))):
+                buffer.gather_bucket(index, async_op=self.overlap)
+
+    def finish(self) -> None:
+        """Make all gathers that were started precede what follows."""
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                finish(bucket)
+
+
+def finish(bucket: GradBucket) -> None:
+    if bucket.gather_work is not None:
+        bucket.gather_work.wait()
+        bucket.gather_work = None

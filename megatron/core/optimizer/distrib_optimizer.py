@@ -1,0 +1,128 @@
+"""The distributed optimizer: each data-parallel rank keeps main parameters and moments of, and updates, one part of every gradient bucket.
+
+The parts are those of the buffers' layout (distributed/param_and_grad_buffer.py): flat runs of elements, whose ends may lie inside a
+parameter. Gradients arrive by reduce-scatter; after the update the parameters are gathered in their own dtype (ZeRO stage 1,
+https://arxiv.org/abs/1910.02054).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.optimizer.clip_grads import NormPlan
+from megatron.core.optimizer.optimizer import MegatronOptimizer, OptimizedParam
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_size
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class ShardedParam(OptimizedParam):
+    """A parameter of which this rank updates the flattened elements [start, end); start == end when none.
+
+    model_shard, grad_shard: these elements in the parameter and gradient buffers. main_param: model_shard itself, or its fp32 copy.
+    """
+
+    start: int
+    end: int
+    model_shard: torch.Tensor
+    grad_shard: torch.Tensor
+
+    @property
+    def model_tensor(self) -> torch.Tensor:
+        return self.model_shard
+
+
+def shard_params(config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]], model_chunks: Sequence[Any]) -> list[ShardedParam]:
+    """This rank's part of each of the trainable parameters `named`.
+
+    Raises ValueError unless the chunks are DistributedDataParallel with use_distributed_optimizer.
+    """
+    if not all(getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False) for chunk in model_chunks):
+        raise ValueError(
+            "a distributed optimizer needs model chunks wrapped in DistributedDataParallel with "
+            "DistributedDataParallelConfig(use_distributed_optimizer=True)"
+        )
+    if config.overlap_param_gather and not all(chunk.ddp_config.overlap_param_gather for chunk in model_chunks):
+        raise ValueError(
+            "OptimizerConfig.overlap_param_gather is set and DistributedDataParallelConfig.overlap_param_gather is not: set both"
+        )
+    found = {}
+    for chunk in model_chunks:
+        for buffer in chunk.grad_buffers:
+            for slot, param in zip(buffer.layout.params, buffer.params, strict=True):
+                start, end = buffer.own_range(slot)
+                place = slice(slot.start + start, slot.start + end)
+                found[id(param)] = (start, end, buffer.param_data[place], buffer.grad_data[place])
+    entries = []
+    for name, param in named:
+        start, end, model_shard, grad_shard = found[id(param)]
+        main = model_shard.float() if param.dtype in _HALF else model_shard
+        entries.append(ShardedParam(name, param, main, start, end, model_shard, grad_shard))
+    return entries
+
+
+class DistributedOptimizer(MegatronOptimizer):
+    """As its base, over this rank's parts of the parameters (ShardedParam). Every data-parallel rank must call each method."""
+
+    params: list[ShardedParam]  # type: ignore[assignment]
+    state_kind = "fully_reshardable"
+
+    def __init__(self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any) -> None:
+        self.shard_group = (pg_collection or ProcessGroupCollection()).dp_cp
+        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+        self._by_param = {id(entry.model_param): entry for entry in self.params}
+
+    def _make_norm_plan(self, groups: ProcessGroupCollection) -> NormPlan:
+        named = [(entry.name, entry.model_param) for entry in self.params]
+        ranges = [(entry.start, entry.end) for entry in self.params]
+        return NormPlan(named, groups.mp, groups.tp, groups.pp, ranges, groups.dp_cp)
+
+    def prepare_grads(self) -> list[torch.Tensor]:
+        """This rank's parts of the gradients, in the main parameters' dtypes and order."""
+        for entry in self.params:
+            filled = entry.model_param.main_grad_filled  # type: ignore[attr-defined]
+            assert filled, f"main_grad of {entry.name} is not complete: call finish_grad_sync before step"
+        return [entry.grad_shard.to(entry.main_param.dtype) for entry in self.params]
+
+    def step_with_ready_grads(self, grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, skip: torch.Tensor) -> None:
+        for chunk in self.model_chunks:  # a gather that no forward waited for must not read what is written now
+            chunk.finish_param_sync()  # type: ignore[operator]
+        super().step_with_ready_grads(grads, grad_scale, skip)
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()  # type: ignore[operator]
+
+    def nonfinite_report(self) -> list[tuple[str, int]]:
+        """As its base, over all data-parallel ranks' parts: a collective."""
+        if get_pg_size(self.shard_group) > 1:
+            dist.all_reduce(self._nonfinite_counts, op=dist.ReduceOp.MAX, group=self.shard_group)
+        return super().nonfinite_report()
+
+    # --- checkpoints ---
+
+    def shard_range(self, param: nn.Parameter) -> tuple[int, int] | None:
+        entry = self._by_param[id(param)]
+        return entry.start, entry.end
+
+    def model_sharded_state(self, kind: str = "fully_reshardable") -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+        """(record of the parameter table, {state name: flat tensor of the elements that `shard_range` says}); the main one is `param`.
+
+        Raises ValueError for a kind other than "fully_reshardable".
+        """
+        if kind != self.state_kind:
+            raise ValueError(f"a distributed optimizer's state of kind {kind!r} is not built yet; use {self.state_kind!r}")
+        for record, tensors in super().model_sharded_state("plain"):
+            tensors.pop("fp32_param", None)
+            yield record, {"param": self._by_param[id(record.param)].main_param, **tensors}
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("a distributed optimizer has no state for one file: save model_sharded_state() and common_state_dict()")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ValueError("a distributed optimizer does not load one file: fill model_sharded_state() and call load_common_state_dict()")

@@ -1,0 +1,42 @@
+"""Which activations are made again in the backward pass instead of being kept: what may be asked for. No torch.
+
+full: whole layers. `uniform` drops what is inside each run of recompute_num_layers layers; `block` does so for the first
+recompute_num_layers layers of a stage, one by one, and keeps everything of the others. selective: the named parts of every layer.
+"""
+
+from collections.abc import Iterator, Sequence
+
+GRANULARITIES = ("full", "selective")
+METHODS = ("uniform", "block")
+# Parts of a layer: `core_attn` scores, softmax and context; `mlp` the feed-forward half; `layernorm` the outputs of both norms.
+BUILT_MODULES = ("core_attn", "mlp", "layernorm")
+DEFAULT_MODULES = ("core_attn",)
+NOT_BUILT_MODULES = ("moe_act", "mla_up_proj", "moe", "shared_experts")
+
+
+def recompute_problems(
+    granularity: str | None, method: str | None, num_layers: int | None, modules: Sequence[str] | None, total_layers: int | None
+) -> Iterator[tuple[str, str, str]]:
+    """(setting without `recompute_`, the rule that it breaks, a value that works) for each thing that is wrong."""
+    if granularity not in (None, *GRANULARITIES):
+        yield "granularity", f"must be {' or '.join(GRANULARITIES)}", "selective"
+    if method not in (None, *METHODS):
+        yield "method", f"must be {' or '.join(METHODS)}", "uniform"
+    if granularity == "full":
+        if method is None:
+            yield "method", "is required for full recompute", "uniform"
+        if num_layers is None:
+            yield "num_layers", "is required for full recompute", "1"
+    else:
+        for name, value in (("method", method), ("num_layers", num_layers)):
+            if value is not None:
+                yield name, "is for full recompute only", ""
+    if num_layers is not None and total_layers and not 1 <= num_layers <= total_layers:
+        yield "num_layers", f"must be between 1 and the model's {total_layers} layers", "1"
+    if modules is not None and granularity != "selective":
+        yield "modules", "are for selective recompute only", ""
+    for module in modules or ():
+        if module in NOT_BUILT_MODULES:
+            yield "modules", f"{module} is not built yet; there are {', '.join(BUILT_MODULES)}", "core_attn"
+        elif module not in BUILT_MODULES:
+            yield "modules", f"{module} is no part of a layer; there are {', '.join(BUILT_MODULES)}", "core_attn"
