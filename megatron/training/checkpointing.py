@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import device, dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
+from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
@@ -107,8 +108,9 @@ def _rng_object(data: Any) -> ShardedObject:
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """The model's shards, under `model` as Megatron-LM has them."""
-    return {"model": unwrap_model(model[0]).sharded_state_dict()}
+    """The model's shards, under `model`, or `model0`, `model1`, ... for several chunks, as Megatron-LM has them."""
+    names = ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
+    return {name: unwrap_model(chunk).sharded_state_dict() for name, chunk in zip(names, model, strict=True)}
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
@@ -116,8 +118,21 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
     shards = {}
     for record, tensors in optimizer.model_sharded_state("plain"):
         for name, tensor in tensors.items():
-            shards[f"{name}.{record.name}"] = sharded_tensor_of(record, tensor, prefix=f"optimizer.state.{name}.")
+            shards[f"{name}.{record.key}.{record.layer}"] = sharded_tensor_of(record, tensor, prefix=f"optimizer.state.{name}.")
     return shards
+
+
+def _common_of_pipeline(common: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's common state, with the parameter groups that only other stages have: rank 0's is written."""
+    group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+    if group is None or dist.get_world_size(group) == 1:
+        return common
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(stages, common["param_groups"], group=group)
+    kinds: dict[tuple, dict[str, Any]] = {}
+    for param_group in common["param_groups"] + [other for stage in stages for other in stage]:
+        kinds.setdefault(group_identity(param_group), param_group)
+    return {**common, "param_groups": list(kinds.values())}
 
 
 def save_checkpoint(
@@ -156,7 +171,7 @@ def save_checkpoint(
             **model_state(model),
         }
         if optimizer is not None:
-            contents["optimizer"] = {**optimizer.common_state_dict(), "shards": optimizer_state(optimizer)}
+            contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
         if opt_param_scheduler is not None:
             contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
         if save_rng:
@@ -280,7 +295,8 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
                 f"{folder} was saved without an optimizer: give --no-load-optim to train on with a fresh one, or --finetune"
             )
         wanted["optimizer"] = {"shards": optimizer_state(optimizer)}
-    if with_rng:
+    same_ranks = _layout_of(common.get("args")) == _layout_of(args)
+    if with_rng and same_ranks:
         wanted["rng_state"] = _rng_object(None)
     loaded = _load_matching(wanted, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
     if optimizer is not None:
@@ -290,7 +306,10 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
             optimizer.reload_model_params()
     if resume and scheduler is not None and "opt_param_scheduler" in common:
         scheduler.load_state_dict(common["opt_param_scheduler"])
-    if with_rng and not set_rng_state(loaded["rng_state"][0]):
+    if with_rng and not same_ranks:
+        with_rng = False
+        print_rank_0("WARNING: the checkpoint's random states are those of another layout's ranks: dropout goes on with other masks")
+    elif with_rng and not set_rng_state(loaded["rng_state"][0]):
         print_rank_0("WARNING: the checkpoint's random states are those of another kind of device: dropout goes on with other masks")
     state = _state_from(common, iteration) if resume else TrainState()
     print_rank_0(_report(folder, iteration, resume, with_optimizer, with_rng, state))
@@ -299,6 +318,11 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
             print_rank_0(f"WARNING: {change}")
     _barrier()
     return state
+
+
+def _layout_of(saved: Any) -> tuple[int, int]:
+    """The sizes that random states are saved by."""
+    return tuple(getattr(saved, f"{axis}_model_parallel_size", 1) or 1 for axis in ("pipeline", "tensor"))  # type: ignore[return-value]
 
 
 def _load_matching(wanted: dict[str, Any], folder: Path, differences: list[str]) -> dict[str, Any]:
