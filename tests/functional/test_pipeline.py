@@ -61,3 +61,12 @@ def test_other_pipelines_train(corpus, extra):
     result = torchrun(2, *on(corpus, SIZE, PP, extra))
     assert result.code == 0, result.err
     assert result.losses() == pytest.approx(expected.losses(), rel=2e-3 if "bf16" in extra else 2e-5)
+
+
+@pytest.mark.parametrize("flags", ["", "--fp16 --initial-loss-scale 4"])
+def test_all_stages_end_when_the_loss_is_not_finite(corpus, flags):
+    poison = f"--poison loss --poison-rank 1 --train-iters 6 {flags}"
+    result = torchrun(2, *on(corpus, SIZE, "--global-batch-size 4 --eval-iters 0", PP, poison), script="tests/functional/poisoned_gpt.py")
+    assert result.code == 1
+    assert "on rank 1 all parameters are finite, its own lm loss was not" in result.err
+    assert result.column("iteration") == [1, 2, 3]
