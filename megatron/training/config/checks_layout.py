@@ -93,6 +93,9 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
         return
     if args.pipeline_schedule == "zero-bubble" and virtual:
         yield problem(args, virtual[0], "excludes --pipeline-schedule zero-bubble: it has one virtual stage a rank", "leave it out")
+    if args.pipeline_schedule == "zero-bubble" and not args.gradient_accumulation_fusion:
+        rule = "needs gradient accumulation fusion: only those gradients of weights can be put off"
+        yield problem(args, "pipeline_schedule", rule, "leave --no-gradient-accumulation-fusion out")
     if len(virtual) == 2:
         yield problem(args, virtual[0], f"excludes {name_of(virtual[1])}: give one of them", name_of(virtual[1]))
     if not layers or stages < 1:
@@ -162,6 +165,13 @@ def _check_groups(args: Args, chunks: int) -> Iterator[Problem]:
             f"of {stages} pipeline ranks need a multiple of {stages}, so a global batch that is a multiple of {stages * micro * replicas}"
         )
         yield problem(args, "global_batch_size", rule, works)
+    elif args.rampup_batch_size is not None and len(args.rampup_batch_size) == 3:
+        group = stages * micro * replicas
+        start, increment, samples = args.rampup_batch_size
+        if start > 0 and increment > 0 and (start % group or increment % group):
+            rule = f"start and increment must be multiples of {group}: {chunks} virtual stages take {stages} micro batches at a time"
+            first, step = (multiples(number, group)[-1] for number in (start, increment))
+            yield problem(args, "rampup_batch_size", rule, f"--rampup-batch-size {first} {step} {samples}")
 
 
 def check_layout_built(args: Args) -> Iterator[Problem]:
