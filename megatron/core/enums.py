@@ -20,3 +20,7 @@ class Fp8Recipe(enum.StrEnum):
     mxfp8 = "mxfp8"
     blockwise = "blockwise"
     custom = "custom"
+
+
+# Orders of a pipeline's micro batches, see pipeline_parallel/schedule_plan.py. A tuple, not an enumeration: configs hold the name.
+PIPELINE_SCHEDULES = ("1f1b", "zero-bubble")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.enums import PIPELINE_SCHEDULES
 from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
 _USED = (
@@ -19,17 +20,18 @@ _USED = (
     "fp16",
     "bf16",
     "params_dtype",
+    "pipeline_dtype",
     "finalize_model_grads_func",
     "grad_scale_func",
     "no_sync_func",
     "gradient_accumulation_fusion",
+    "pipeline_schedule",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
     "deterministic_mode",  # device.set_deterministic, which the program calls, tells torch
     "expert_tensor_parallel_size",  # parallel_state is told the sizes of its groups; no dense layer uses this one
-    "pipeline_dtype",  # of what stages send each other
-    "deallocate_pipeline_outputs",  # of what was sent to the next stage
+    "deallocate_pipeline_outputs",  # what was received by the next stage is let go of in any case
     "cross_entropy_loss_fusion",  # there is one cross-entropy, and it is fused
     "timers",  # the training loop times its phases itself
     "barrier_with_L1_time",
@@ -90,6 +92,7 @@ class ModelParallelConfig:
     microbatch_group_size_per_vp_stage: int | None = None
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     barrier_with_L1_time: bool = True
+    pipeline_schedule: str = "1f1b"  # ours; one of enums.PIPELINE_SCHEDULES. 1f1b is interleaved where stages have several chunks
 
     def __post_init__(self) -> None:
         if self.fp16 and self.params_dtype is torch.float32:
@@ -120,6 +123,12 @@ class ModelParallelConfig:
             found.append("sequence_parallel needs tensor_model_parallel_size > 1, which is 1; turn it off or split over 2 ranks")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             found.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, which is 1; leave it unset")
+        if self.pipeline_schedule not in PIPELINE_SCHEDULES:
+            found.append(f"pipeline_schedule {self.pipeline_schedule!r} must be one of {', '.join(PIPELINE_SCHEDULES)}")
+        if self.pipeline_schedule == "zero-bubble" and (self.virtual_pipeline_model_parallel_size or 1) > 1:
+            found.append("pipeline_schedule 'zero-bubble' has one chunk a stage; leave virtual_pipeline_model_parallel_size unset")
+        if self.pipeline_schedule == "zero-bubble" and not self.gradient_accumulation_fusion:
+            found.append("pipeline_schedule 'zero-bubble' needs gradient_accumulation_fusion: only those weight gradients can be put off")
         return found + unbuilt_problems(self, UNBUILT)
 
 

@@ -132,9 +132,13 @@ def create_groups(
         return made[key]
 
     groups: dict[str, Any] = {name: group(group_ranks(layout, name, rank)) for name in GROUPS}
-    pipeline = group_ranks(layout, "pp", rank)
-    groups["embd"] = group((embd_ranks or embedding_ranks)(pipeline))
-    groups["pos_embd"] = group((pos_embd_ranks or (lambda ranks: ranks[:1]))(pipeline))
     levels = [axis for axis, _ in layout.dense.axes if axis.startswith("cp_")]
     groups["hcp"] = [group(layout.dense.group_of(rank, level)) for level in levels] or None
+    pipeline = group_ranks(layout, "pp", rank)
+    groups["embd"] = group((embd_ranks or embedding_ranks)(pipeline))
+    if groups["embd"] is None:
+        # torch names a group by how many its members made before: a rank that left one out would wait for ever in the next it is in
+        dist.new_group([rank + rank_offset], backend=backend, use_local_synchronization=True)
+    group([rank])  # the same for pos_embd
+    groups["pos_embd"] = group((pos_embd_ranks or (lambda ranks: ranks[:1]))(pipeline))
     return groups

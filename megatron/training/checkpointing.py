@@ -24,6 +24,7 @@ from megatron.core import device, dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
@@ -131,11 +132,12 @@ def _stored_rng_object(folder: Path) -> tuple[ShardedObject | None, bool]:
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """The model's shards, under `model` as Megatron-LM has them."""
+    """The model's shards, under `model`, or `model0`, `model1`, ... for several chunks, as Megatron-LM has them."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
             chunk.finish_param_sync()
-    return {"model": unwrap_model(model[0]).sharded_state_dict()}
+    names = ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
+    return {name: unwrap_model(chunk).sharded_state_dict() for name, chunk in zip(names, model, strict=True)}
 
 
 def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> dict[str, Any]:
@@ -155,9 +157,9 @@ def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> di
                 stored_name = next((n for n in MAIN_PARAM.values() if f"optimizer.state.{n}.{record.key}" in stored), main)
             prefix = f"optimizer.state.{stored_name}."
             if place is None:
-                shards[f"{name}.{record.name}"] = sharded_tensor_of(record, tensor, prefix=prefix)
+                shards[f"{name}.{record.key}.{record.layer}"] = sharded_tensor_of(record, tensor, prefix=prefix)
             else:
-                shards[f"{name}.{record.name}"] = sharded_range_of(record, tensor, place[0], prefix=prefix)
+                shards[f"{name}.{record.key}.{record.layer}"] = sharded_range_of(record, tensor, place[0], prefix=prefix)
     return shards
 
 
@@ -166,6 +168,19 @@ def _content_metadata(optimizer: Any | None) -> dict[str, Any]:
     if optimizer is not None and optimizer.state_kind != "plain":
         found["distrib_optim_sharding_type"] = optimizer.state_kind
     return found
+
+
+def _common_of_pipeline(common: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's common state, with the parameter groups that only other stages have: rank 0's is written."""
+    group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+    if group is None or dist.get_world_size(group) == 1:
+        return common
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(stages, common["param_groups"], group=group)
+    kinds: dict[tuple, dict[str, Any]] = {}
+    for param_group in common["param_groups"] + [other for stage in stages for other in stage]:
+        kinds.setdefault(group_identity(param_group), param_group)
+    return {**common, "param_groups": list(kinds.values())}
 
 
 def save_checkpoint(
@@ -204,7 +219,7 @@ def save_checkpoint(
             **model_state(model),
         }
         if optimizer is not None:
-            contents["optimizer"] = {**optimizer.common_state_dict(), "shards": optimizer_state(optimizer)}
+            contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
         if opt_param_scheduler is not None:
             contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
         if save_rng:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.training.last_stage import from_last_stage
 from megatron.training.phase import phase
 from megatron.training.train_step import TrainingRun, sum_reports
 
@@ -36,4 +37,4 @@ def evaluate(run: TrainingRun, batches: Iterator, *, num_iterations: int, num_mi
     if group is not None and dist.get_world_size(group) > 1:
         for pair in totals.values():
             dist.all_reduce(pair, group=group)
-    return {name: (pair[0] / pair[1].clamp(min=1)).item() for name, pair in totals.items()}
+    return from_last_stage({name: (pair[0] / pair[1].clamp(min=1)).item() for name, pair in totals.items()})

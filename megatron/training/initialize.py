@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
 from megatron.training import global_vars, phase
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.checks_layout import virtual_stages
 
 PIPELINE_SEED_STRIDE = 100  # stages draw other dropout masks
 
@@ -75,6 +76,7 @@ def start_processes(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages(args),
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron.core import device
+from megatron.core import device, parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import get_megatron_optimizer
@@ -15,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_sharding import build_param_table, count_parameters
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 from megatron.training.arguments import ddp_config_from_args, optimizer_config_from_args, scheduler_kwargs_from_args
 from megatron.training.global_vars import get_args
 from megatron.training.training_log import print_rank_0
@@ -37,19 +38,64 @@ def get_model(
     """The model chunks of this rank, on its device, in its precision, wrapped for data parallelism."""
     args = args or get_args()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = call_provider(model_provider_func, pre_process=True, post_process=True, vp_stage=None, pg_collection=groups)
-    model.model_type = model_type
-    table = build_param_table(model)  # complete, or an error that names the parameter
-    print_rank_0(f" > number of parameters: {count_parameters(model):,} in {len(table)} tensors")
-    model = model.to(device.current_device())
-    config = get_model_config(model)
-    if args.fp16 or args.bf16:
-        model = Float16Module(config, model)
-    if not wrap_with_ddp:
-        return [model]
-    wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config_from_args(args), module=model, pg_collection=groups)
-    wrapped.broadcast_params()
-    return [wrapped]
+    chunks = _build_chunks(model_provider_func, args.virtual_pipeline_model_parallel_size, groups)
+    for chunk in chunks:
+        chunk.model_type = model_type
+    _report_size(chunks, args.num_layers, groups.pp)
+    model = []
+    for chunk in chunks:
+        chunk = chunk.to(device.current_device())
+        config = get_model_config(chunk)
+        if args.fp16 or args.bf16:
+            chunk = Float16Module(config, chunk)
+        if wrap_with_ddp:
+            chunk = DistributedDataParallel(config=config, ddp_config=ddp_config_from_args(args), module=chunk, pg_collection=groups)
+            chunk.broadcast_params()
+        model.append(chunk)
+    return model
+
+
+def _build_chunks(provider: Callable, virtual_stages: int | None, groups: ProcessGroupCollection) -> list[Any]:
+    """This pipeline stage's model chunks: the first slot of the pipeline embeds, the last one has the output layer."""
+    first, last = get_pg_rank(groups.pp) == 0, get_pg_rank(groups.pp) == get_pg_size(groups.pp) - 1
+    chunks = []
+    for stage in range(virtual_stages or 1):
+        if virtual_stages is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)  # for scripts that ask there
+        chunks.append(
+            call_provider(
+                provider,
+                pre_process=first and stage == 0,
+                post_process=last and stage == (virtual_stages or 1) - 1,
+                vp_stage=None if virtual_stages is None else stage,
+                pg_collection=groups,
+            )
+        )
+    if virtual_stages is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(0)
+    return chunks
+
+
+def _report_size(chunks: list[Any], num_layers: int, pp_group: Any) -> None:
+    """Print the whole model's size, and make sure that the pipeline's stages hold each layer once.
+
+    Raises ValueError naming the parameters that no layer declared, AssertionError for layers that are missing or doubled.
+    """
+    tables = [build_param_table(chunk) for chunk in chunks]
+    held = [layer for table in tables for layer in {record.layer for record in table.values()} if layer is not None]
+    assert all(layer < num_layers for layer in held), f"the model's layers are {held}, but --num-layers is {num_layers}"
+    here = torch.zeros(2 + num_layers, dtype=torch.int64, device=device.current_device())
+    here[0] = sum(map(count_parameters, chunks))
+    here[1] = sum(map(len, tables))
+    for layer in held:
+        here[2 + layer] += 1
+    if get_pg_size(pp_group) > 1:
+        dist.all_reduce(here, group=pp_group)
+    parameters, tensors, *copies = here.tolist()
+    if any(copies):  # not a model of other parts
+        wrong = {layer: count for layer, count in enumerate(copies) if count != 1}
+        assert not wrong, f"of the model's {num_layers} layers the pipeline has, by layer counted from 0, these numbers of copies: {wrong}"
+    print_rank_0(f" > number of parameters: {parameters:,} in {tensors} tensors")
 
 
 def setup_model_and_optimizer(
@@ -62,6 +108,6 @@ def setup_model_and_optimizer(
     scheduler = OptimizerParamScheduler(optimizer, **scheduler_kwargs_from_args(args))
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss if args.fp16 or args.loss_scale else None
-    config.no_sync_func = model[0].no_sync if len(model) == 1 else None
+    config.no_sync_func = [chunk.no_sync for chunk in model]
     config.finalize_model_grads_func = finalize_model_grads
     return model, optimizer, scheduler

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.utils import get_world_rank
+from megatron.training.last_stage import from_last_stage
 from megatron.training.train_step import StepRecord
 
 
@@ -105,6 +106,8 @@ class StepWindow:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(pairs, group=group)
             means = (pairs[..., 0] / pairs[..., 1].clamp(min=1)).tolist()  # [step][name]
+        own_names = names
+        names, means = from_last_stage((names, means))
         updated = torch.stack([record.updated for record in records]).tolist()
         norms = _read([record.grad_norm for record in records])
         zeros = _read([record.num_zeros for record in records])
@@ -119,7 +122,7 @@ class StepWindow:
                 grad_norm=norms[i],
                 num_zeros=None if zeros[i] is None else int(zeros[i] or 0),
                 updated=updated[i],
-                nonfinite_here=[name for name, bad in zip(names, nonfinite[i], strict=True) if bad],
+                nonfinite_here=[name for name, bad in zip(own_names, nonfinite[i], strict=True) if bad],
             )
             for i, record in enumerate(records)
         ]

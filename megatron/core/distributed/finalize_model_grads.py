@@ -20,20 +20,17 @@ def finalize_model_grads(
 
     Args:
         num_tokens: this rank's tokens that counted in the loss, all micro batches together (0-d tensor); then gradients, which are sums
-            over tokens, are divided by the number over all ranks. None when losses were means already.
+            over tokens, are divided by the number over all ranks. None when losses were means already. Of a pipeline's stages the last
+            one's number counts; the others give one too, any.
     """
     pg_collection = default_pg_collection(pg_collection)
     for chunk in model:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
     params = [param for chunk in model for param in chunk.module.parameters() if param.requires_grad]
     _sum_partial_gradients(params, pg_collection)
-    _refuse_tied_across_stages(params, pg_collection)
+    _sum_tied_gradients(params, pg_collection)
     if num_tokens is not None:
-        total = num_tokens.detach().clone()
-        if get_pg_size(pg_collection.pp) > 1:
-            # only the last stage computes losses
-            last = dist.get_process_group_ranks(pg_collection.pp)[-1]  # type: ignore[arg-type]
-            dist.broadcast(total, src=last, group=pg_collection.pp)
+        total = _tokens_of_pipeline(num_tokens, params[0].device, pg_collection)
         if get_pg_size(pg_collection.dp_cp) > 1:
             dist.all_reduce(total, group=pg_collection.dp_cp)
         # a batch without one valid token has zero gradients: they stay zero
@@ -57,6 +54,25 @@ def _sum_partial_gradients(params: Iterable[torch.nn.Parameter], pg_collection: 
         torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(sums, grads)])
 
 
-def _refuse_tied_across_stages(params: Iterable[torch.nn.Parameter], pg_collection: ProcessGroupCollection) -> None:
-    if get_pg_size(pg_collection.pp) > 1 and any(getattr(getattr(p, "sharding", None), "shared_with", None) for p in params):
-        raise ValueError("tied embeddings over pipeline stages are not built yet; add --untie-embeddings-and-output-weights")
+def _sum_tied_gradients(params: Iterable[torch.nn.Parameter], pg_collection: ProcessGroupCollection) -> None:
+    """Add up the gradients of a weight that the first and the last stage hold each for themselves; each of them calls it."""
+    if get_pg_size(pg_collection.pp) == 1:
+        return
+    tied = [param for param in params if getattr(getattr(param, "sharding", None), "shared_with", None)]
+    if tied and get_pg_size(pg_collection.embd) == 1:
+        raise ValueError(
+            "a weight is tied across pipeline stages, but pg_collection.embd, the group of the stages that hold it, was not given: give "
+            "it, or add --untie-embeddings-and-output-weights"
+        )
+    for param in tied:
+        dist.all_reduce(param.main_grad, group=pg_collection.embd)  # type: ignore[attr-defined]
+
+
+def _tokens_of_pipeline(num_tokens: torch.Tensor, device: torch.device, pg_collection: ProcessGroupCollection) -> torch.Tensor:
+    """This pipeline's tokens on each of its ranks: only the last stage computes losses, and says how many."""
+    if get_pg_size(pg_collection.pp) == 1:
+        return num_tokens.detach().clone()
+    total = num_tokens.detach().reshape(()).to(device, torch.float64, copy=True)  # one dtype on all stages, exact for whole numbers
+    last = dist.get_process_group_ranks(pg_collection.pp)[-1]  # type: ignore[arg-type]
+    dist.broadcast(total, src=last, group=pg_collection.pp)
+    return total

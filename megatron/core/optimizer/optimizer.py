@@ -1,6 +1,6 @@
 """The optimizer that a training loop sees: main parameters, loss scale, clipping, skipped steps. `step` never waits for the device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,11 @@ from megatron.core.utils import unwrap_model
 
 # What a checkpoint's group must share with ours to be the same group, with the value that an older one means by leaving it out
 _GROUP_IDENTITY = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}
+
+
+def group_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes parameter groups of two runs, or of two pipeline stages, the same group."""
+    return tuple(group.get(key, default) for key, default in _GROUP_IDENTITY.items())
 
 
 @dataclass
@@ -228,18 +233,15 @@ class MegatronOptimizer:
 
     def _import_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take the step counts. Learning rate and weight decay are the scheduler's to restore, betas and eps the configuration's."""
-
-        def identity(group: dict[str, Any]) -> tuple[Any, ...]:
-            return tuple(group.get(key, default) for key, default in _GROUP_IDENTITY.items())
-
-        saved = {identity(group): group for group in groups}
+        saved = {group_identity(group): group for group in groups}
         for group in self.param_groups:
-            if identity(group) not in saved:
+            identity = group_identity(group)
+            if identity not in saved:
                 raise ValueError(
-                    f"the checkpoint's optimizer has no parameter group with ({', '.join(_GROUP_IDENTITY)}) = {identity(group)}; "
+                    f"the checkpoint's optimizer has no parameter group with ({', '.join(_GROUP_IDENTITY)}) = {identity}; "
                     f"it has {list(saved)}. Give the settings that made it, or load without the optimizer (--no-load-optim)"
                 )
-            group["step"].fill_(float(saved[identity(group)].get("step", 0)))
+            group["step"].fill_(float(saved[identity].get("step", 0)))
 
     def common_state_dict(self) -> dict[str, Any]:
         """What is not a tensor per parameter: groups with the step count, and the loss scale. Plain values."""

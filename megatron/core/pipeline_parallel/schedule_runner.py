@@ -1,38 +1,77 @@
 """The one runner that executes any schedule plan."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
-from .schedule_plan import Kind, Plan
+from .schedule_plan import Kind, Step
 
-ForwardStep = Callable[[int, int], tuple[torch.Tensor, Any]]
-BackwardStep = Callable[[torch.Tensor], None]
+
+class StageWork(Protocol):
+    """What a stage computes, by (model chunk, micro batch)."""
+
+    def forward(self, chunk: int, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        """`activation`: of the slot before, None in the first. Returns what the next slot gets, None in the last."""
+
+    def backward(self, chunk: int, microbatch: int, gradient: torch.Tensor | None, split: bool) -> torch.Tensor | None:
+        """`gradient`: of the loss by what forward returned, None in the last slot. Returns that by `activation`.
+
+        split: put off the gradients of weights until `weights`.
+        """
+
+    def weights(self, chunk: int, microbatch: int) -> None:
+        """Compute what a split backward put off."""
+
+
+class Communicator(Protocol):
+    """See p2p_communication.P2PCommunicator."""
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None: ...
+
+    def receive(self, peer: int) -> Any: ...
+
+    def finish(self) -> None: ...
 
 
 def run_plan(
-    plan: Plan,
-    forward: ForwardStep,
-    backward: BackwardStep,
-    no_sync: Callable[[], AbstractContextManager],
-) -> list[Any]:
-    """Execute `plan`; return what each forward reported, in order.
+    plan: Iterable[Step],
+    work: StageWork,
+    no_sync: Callable[[int], AbstractContextManager],
+    communicator: Communicator | None = None,
+) -> None:
+    """Execute `plan`. `communicator` may be None for a plan without transfers.
 
-    forward(chunk, microbatch) -> (scalar loss to run backward from, report); backward(loss).
-    All but a chunk's last backward run under `no_sync()`: gradients accumulate locally there.
+    All but a chunk's last backward (and W) run under `no_sync(chunk)`: gradients accumulate locally there.
     """
-    in_flight: dict[tuple[int, int], torch.Tensor] = {}
-    reports = []
+    plan = list(plan)
+    split = any(step.kind is Kind.WEIGHT for step in plan)
+    incoming: dict[tuple[Kind | None, int, int], Any] = {}
+    outgoing: dict[tuple[Kind | None, int, int], torch.Tensor | None] = {}
+
+    def received(kind: Kind, step: Step) -> torch.Tensor | None:
+        arriving = incoming.pop((kind, step.chunk, step.microbatch), None)
+        return None if arriving is None else arriving.wait()
+
     for step in plan:
-        place = (step.chunk, step.microbatch)
-        if step.kind is Kind.FORWARD:
-            in_flight[place], report = forward(*place)
-            reports.append(report)
-        elif step.last_backward:
-            backward(in_flight.pop(place))
+        chunk, microbatch = step.chunk, step.microbatch
+        if step.kind is Kind.SEND:
+            tensor = outgoing.pop((step.payload, chunk, microbatch))
+            assert communicator is not None and tensor is not None and step.peer is not None
+            communicator.send(tensor, step.peer)
+            del tensor  # the communicator alone keeps it: memory goes back once it is received
+        elif step.kind is Kind.RECV:
+            assert communicator is not None and step.peer is not None
+            incoming[step.payload, chunk, microbatch] = communicator.receive(step.peer)
+        elif step.kind is Kind.FORWARD:
+            outgoing[step.kind, chunk, microbatch] = work.forward(chunk, microbatch, received(step.kind, step))
         else:
-            with no_sync():
-                backward(in_flight.pop(place))
-    return reports
+            with nullcontext() if step.last_backward else no_sync(chunk):
+                if step.kind is Kind.WEIGHT:
+                    work.weights(chunk, microbatch)
+                else:
+                    gradient = received(step.kind, step)
+                    outgoing[step.kind, chunk, microbatch] = work.backward(chunk, microbatch, gradient, split)
+    if communicator is not None:
+        communicator.finish()

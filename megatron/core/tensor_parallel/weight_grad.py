@@ -4,11 +4,30 @@ A parameter of a model in training carries `main_grad` (a view into the buffer),
 `grad_ready`. The first contribution of a step overwrites main_grad, later ones (micro batches, tied weights) add to it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron.core import device
+
+WeightGradQueue = list[tuple[Any, torch.Tensor, torch.Tensor]]  # arguments of write_weight_grad
+_put_off: WeightGradQueue | None = None  # not of a thread: autograd calls backwards from threads of its own
+
+
+@contextmanager
+def put_off_weight_grads(queue: WeightGradQueue) -> Iterator[None]:
+    """Within it the linears' weight gradients go to `queue`, to be computed later by `write_weight_grad(*item)` of each: zero-bubble's W.
+
+    Only of weights that have a main_grad; other gradients are computed at once.
+    """
+    global _put_off
+    before, _put_off = _put_off, queue
+    try:
+        yield
+    finally:
+        _put_off = before
 
 
 def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -16,6 +35,9 @@ def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tens
 
     One matrix product where the device accumulates into main_grad's dtype, else the plain product followed by a sum.
     """
+    if _put_off is not None:
+        _put_off.append((weight, grad_output, inputs))
+        return
     main_grad: torch.Tensor = weight.main_grad
     left = grad_output.t()
     if main_grad.dtype == left.dtype:

@@ -23,23 +23,23 @@ def layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | Non
     """
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    slots = stages * chunks
-    counts: list[int | None] = [None] * slots
-    if (first is not None or last is not None) and chunks > 1:
-        raise ValueError("num_layers_in_first_pipeline_stage and ..last.. with virtual stages are not built yet; use one chunk a stage")
-    if slots > 1:
+    # A stage whose layers are given divides them over its chunks; the others share what is left, the embedding and the loss counted as
+    # a layer of the first and the last slot where asked for.
+    counts: list[int | None] = [None] * stages
+    if stages > 1:
         counts[0], counts[-1] = first, last
     extra_first = config.account_for_embedding_in_pipeline_split and counts[0] is None
     extra_last = config.account_for_loss_in_pipeline_split and counts[-1] is None
-    open_slots = counts.count(None)
+    open_slots = counts.count(None) * chunks
     remaining = config.num_layers - sum(count or 0 for count in counts) + extra_first + extra_last
-    if remaining < 0 or (open_slots == 0 and remaining) or (open_slots and remaining % open_slots):
+    fixed = [count for count in counts if count is not None]
+    if remaining < 0 or (open_slots == 0 and remaining) or (open_slots and remaining % open_slots) or any(n % chunks for n in fixed):
         raise ValueError(
-            f"{config.num_layers} layers do not divide over {slots} stages (pipeline_model_parallel_size {stages} x {chunks} chunks: "
-            f"{remaining} layers left for {open_slots}); choose a multiple, or give num_layers_in_first_pipeline_stage or "
-            "num_layers_in_last_pipeline_stage"
+            f"{config.num_layers} layers do not divide over {stages * chunks} stages (pipeline_model_parallel_size {stages} x {chunks} "
+            f"chunks: {remaining} layers left for {open_slots}); choose a multiple, or give num_layers_in_first_pipeline_stage or "
+            "num_layers_in_last_pipeline_stage, multiples of the chunks"
         )
-    sizes = [remaining // open_slots if count is None else count for count in counts]
+    sizes = [remaining // open_slots if count is None else count // chunks for count in counts] * chunks
     sizes[0] -= extra_first
     sizes[-1] -= extra_last
     slot = (vp_stage or 0) * stages + pp_rank

@@ -25,13 +25,13 @@ def data_parallel_size(args: Args) -> int | None:
 
 
 def virtual_stages(args: Args) -> int | None:
-    """Model chunks of a pipeline rank under the interleaved schedule, None without it."""
-    if args.num_virtual_stages_per_pipeline_rank is not None:
-        return args.num_virtual_stages_per_pipeline_rank
+    """Model chunks of a pipeline rank under the interleaved schedule, None without it (one chunk is no interleaving)."""
+    chunks = args.num_virtual_stages_per_pipeline_rank
     per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
-    if per_stage is None or per_stage < 1 or stages < 1 or not args.num_layers:
-        return None
-    return args.num_layers // stages // per_stage
+    if chunks is None and per_stage is not None and per_stage >= 1 and stages >= 1 and args.num_layers:
+        layers = args.num_layers + bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
+        chunks = layers // stages // per_stage
+    return None if chunks is None or chunks <= 1 else chunks
 
 
 def check_processes(args: Args) -> Iterator[Problem]:
@@ -85,10 +85,17 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     virtual = [d for d in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank") if getattr(args, d) is not None]
     if stages == 1:
+        if args.pipeline_schedule != "1f1b":
+            yield problem(args, "pipeline_schedule", "needs --pipeline-model-parallel-size above 1", "leave it out")
         for dest in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", *virtual):
             if getattr(args, dest) is not None:
                 yield problem(args, dest, "needs --pipeline-model-parallel-size above 1: one stage has all layers", "leave it out")
         return
+    if args.pipeline_schedule == "zero-bubble" and virtual:
+        yield problem(args, virtual[0], "excludes --pipeline-schedule zero-bubble: it has one virtual stage a rank", "leave it out")
+    if args.pipeline_schedule == "zero-bubble" and not args.gradient_accumulation_fusion:
+        rule = "needs gradient accumulation fusion: only those gradients of weights can be put off"
+        yield problem(args, "pipeline_schedule", rule, "leave --no-gradient-accumulation-fusion out")
     if len(virtual) == 2:
         yield problem(args, virtual[0], f"excludes {name_of(virtual[1])}: give one of them", name_of(virtual[1]))
     if not layers or stages < 1:
@@ -108,7 +115,26 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
         works = " or ".join(f"--num-layers {layers - left + n}" for n in multiples(left, max(middle, 1)) if n >= middle)
         yield problem(args, "num_layers", rule, works)
         return
+    if first is not None or last is not None:
+        if virtual:
+            yield from _check_virtual_uneven(args, first, last, left // middle if middle else None)
+        return
     yield from _check_virtual(args, left // middle if middle else 0, virtual)
+
+
+def _check_virtual_uneven(args: Args, first: int | None, last: int | None, per_rank: int | None) -> Iterator[Problem]:
+    """Virtual stages of an uneven split are given by their number, which divides the layers of each rank."""
+    if args.num_virtual_stages_per_pipeline_rank is None:
+        rule = "does not say how an uneven split divides; give --num-virtual-stages-per-pipeline-rank"
+        yield problem(args, "num_layers_per_virtual_pipeline_stage", rule, "leave it out")
+        return
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    for count in (first, per_rank, last):
+        if chunks >= 1 and count is not None and count % chunks:
+            rule = f"must divide the {count} layers of a pipeline rank"
+            yield problem(args, "num_virtual_stages_per_pipeline_rank", rule, nearest_divisor(count, chunks))
+            return
+    yield from _check_groups(args, chunks)
 
 
 def _check_virtual(args: Args, per_rank: int, virtual: list[str]) -> Iterator[Problem]:
@@ -122,6 +148,11 @@ def _check_virtual(args: Args, per_rank: int, virtual: list[str]) -> Iterator[Pr
         yield problem(args, dest, f"must divide the {per_rank} layers of a pipeline rank", nearest_divisor(per_rank, count))
         return
     chunks = per_rank // count if dest == "num_layers_per_virtual_pipeline_stage" else count
+    yield from _check_groups(args, chunks)
+
+
+def _check_groups(args: Args, chunks: int) -> Iterator[Problem]:
+    """The interleaved schedule takes micro batches in groups of the pipeline's size."""
     micro, total, replicas = args.micro_batch_size, args.global_batch_size, args.data_parallel_size
     stages = args.pipeline_model_parallel_size
     if chunks < 2 or not micro or not total or not replicas or total % (micro * replicas):
@@ -134,13 +165,20 @@ def _check_virtual(args: Args, per_rank: int, virtual: list[str]) -> Iterator[Pr
             f"of {stages} pipeline ranks need a multiple of {stages}, so a global batch that is a multiple of {stages * micro * replicas}"
         )
         yield problem(args, "global_batch_size", rule, works)
+    elif args.rampup_batch_size is not None and len(args.rampup_batch_size) == 3:
+        group = stages * micro * replicas
+        start, increment, samples = args.rampup_batch_size
+        if start > 0 and increment > 0 and (start % group or increment % group):
+            rule = f"start and increment must be multiples of {group}: {chunks} virtual stages take {stages} micro batches at a time"
+            first, step = (multiples(number, group)[-1] for number in (start, increment))
+            yield problem(args, "rampup_batch_size", rule, f"--rampup-batch-size {first} {step} {samples}")
 
 
 def check_layout_built(args: Args) -> Iterator[Problem]:
     """The one place that refuses layouts whose code is not there yet; the arithmetic above holds without it."""
-    for dest in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
+    for dest in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
         if (getattr(args, dest) or 1) > 1 and args.provenance.get(dest) != "derived":
-            yield problem(args, dest, "this version does not divide a model that way yet; tensor and data parallelism work", 1)
+            yield problem(args, dest, "this version does not divide a model that way yet; tensor, pipeline and data parallelism work", 1)
 
 
 RULES = (check_processes, check_tensor, check_context, check_pipeline, check_layout_built)

@@ -103,3 +103,9 @@ class ParallelismFlags:
     decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage, for uneven splits.", minimum=1)
     account_for_embedding_in_pipeline_split: bool = flag(False, "The embedding counts as a layer in the split.")
     account_for_loss_in_pipeline_split: bool = flag(False, "The loss counts as a layer in the split.")
+    pipeline_schedule: str = flag(
+        "1f1b",
+        "Order of a pipeline's micro batches; 1f1b is interleaved with virtual stages, zero-bubble puts off gradients of weights.",
+        choices=("1f1b", "zero-bubble"),
+        ours=True,
+    )

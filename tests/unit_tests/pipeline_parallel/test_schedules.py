@@ -84,6 +84,8 @@ def test_a_mean_loss_is_divided_by_the_microbatches():
     assert loss == 2.0 and tokens is None and report == {"a": 1}
 
 
-def test_pipelines_are_refused_by_name():
-    with pytest.raises(ValueError, match="pipeline parallel size 2"):
-        get_forward_backward_func(pp_size=2)
+def test_chunks_without_a_pipeline_are_refused():
+    with pytest.raises(ValueError, match="virtual pipeline size 2 needs more than 1 pipeline stage"):
+        get_forward_backward_func(vp_size=2)
+    with pytest.raises(ValueError, match="there is one model chunk, not 2"):
+        get_forward_backward_func()(forward_step_func=None, data_iterator=None, model=[Linear(), Linear()], num_microbatches=1)

@@ -73,6 +73,12 @@ def test_layers_of_stages():
     assert [len(stage[0]) for stage in uneven] == [1, 2, 2, 3]
     accounted = stages(4, layers=10, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
     assert [len(stage[0]) for stage in accounted] == [2, 3, 3, 2]
+    both = stages(2, 2, layers=10, num_layers_in_first_pipeline_stage=4)
+    assert both == [[[0, 1], [5, 6]], [[2, 3, 4], [7, 8, 9]]]
+    accounted = stages(2, 2, layers=6, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+    assert accounted == [[[0], [3, 4]], [[1, 2], [5]]]
+    with pytest.raises(ValueError, match="10 layers do not divide over 4"):
+        stages(2, 2, layers=10, num_layers_in_first_pipeline_stage=3)
     with pytest.raises(ValueError, match="30 layers do not divide over 4"):
         stages(4, layers=30)
     with pytest.raises(ValueError, match="do not divide"):
