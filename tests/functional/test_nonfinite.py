@@ -81,9 +81,13 @@ def test_an_overflow_of_fp16_is_no_fault_but_a_nan_loss_is(corpus: Path) -> None
     assert result.code == 1 and "iteration 3: lm loss nan" in result.err
 
 
-def test_every_rank_names_the_rank_it_came_from(corpus: Path, tmp_path: Path) -> None:
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@pytest.mark.parametrize("flags", ["", SHARDED], ids=["plain", "sharded"])
+def test_every_rank_names_the_rank_it_came_from(corpus: Path, tmp_path: Path, flags: str) -> None:
     script = str(Path(__file__).with_name("poisoned_gpt.py").relative_to(ROOT))
-    result = torchrun(2, *on(corpus, f"--poison loss --poison-rank 1 --train-iters 9 --save {tmp_path}"), script=script)
+    result = torchrun(2, *on(corpus, f"--poison loss --poison-rank 1 --train-iters 9 --save {tmp_path} {flags}"), script=script)
     assert result.code == 1 and result.errors, "torchrun may end the second rank before it has spoken"
     for line in result.errors:
         assert "iteration 3: lm loss nan" in line and "on rank 1 all parameters are finite, its own lm loss was not" in line
