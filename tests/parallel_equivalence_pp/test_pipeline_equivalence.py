@@ -63,9 +63,10 @@ def test_a_pipeline_trains_as_one_process(name: str, kind: str) -> None:
     assert set().union(*(outcome.gradients for outcome in found)) == set(expected.gradients)
     with_loss = [outcome for outcome in found if outcome.losses]
     assert len(with_loss) == layout.world // layout.pp
-    same(sum(torch.stack(outcome.losses) for outcome in with_loss), torch.stack(expected.losses), "losses")
-    assert expected.evaluation is not None
-    same(sum(outcome.evaluation for outcome in with_loss), expected.evaluation, "loss of the evaluation")
+    same(torch.stack([torch.stack(outcome.losses) for outcome in with_loss]).sum(0), torch.stack(expected.losses), "losses")
+    evaluations = [outcome.evaluation for outcome in with_loss if outcome.evaluation is not None]
+    assert expected.evaluation is not None and len(evaluations) == len(with_loss)
+    same(torch.stack(evaluations).sum(0), expected.evaluation, "loss of the evaluation")
 
 
 def test_both_copies_of_a_tied_weight_stay_equal() -> None:

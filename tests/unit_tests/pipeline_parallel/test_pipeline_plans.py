@@ -48,7 +48,7 @@ def test_every_stage_does_everything_once_in_order(schedule, stages, chunks, bat
                 forward = (step.payload is Kind.FORWARD) == (step.kind is Kind.SEND)
                 slot = step.chunk * stages + stage + (1 if forward else -1)
                 other = Kind.RECV if step.kind is Kind.SEND else Kind.SEND
-                assert step.peer == slot % stages
+                assert step.peer is not None and step.peer == slot % stages
                 assert (other, step.payload, slot // stages, step.microbatch, stage) in moves(plans[step.peer])
         count = (stages * chunks - 1) * batches * (1 if forward_only else 2)
         assert sum(step.kind is Kind.SEND for plan in plans for step in plan) == count

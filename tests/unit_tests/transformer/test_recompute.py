@@ -77,7 +77,11 @@ def test_equal_to_the_bit(form, dropout, direct):
 
 
 @pytest.mark.parametrize("form", ["uniform 2", "all parts"])
-@pytest.mark.parametrize("settings", [LLAMA, {"bf16": True}, {"apply_residual_connection_post_layernorm": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [LLAMA, {"bf16": True}, {"apply_residual_connection_post_layernorm": True}],
+    ids=["llama", "bf16", "post-norm residual"],
+)
 def test_equal_to_the_bit_in_other_models(form, settings):
     def made(**more):
         model = build(**settings, **more)

@@ -1,0 +1,51 @@
+"""The two-GPU layouts of llama8L, each through the trainer, one table: `python tools/benchmark/two_gpus.py`.
+
+Global batches are those that docs/performance.md quotes the peer with. Context and expert parallelism join when they are built.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from train import run
+
+# name -> (extra flags, the peer's ms per iteration on two H200s)
+LAYOUTS = {
+    "DP2, distributed optimizer, both overlaps": (
+        "--global-batch-size 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        943,
+    ),
+    "TP2 + sequence parallel": ("--global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel", 1045),
+    "PP2": ("--global-batch-size 16 --pipeline-model-parallel-size 2", 2328),
+    "PP2, 2 layers a virtual stage": (
+        "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+        2274,
+    ),
+    "PP2, zero-bubble": ("--global-batch-size 16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2328),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--json", help="write the numbers to this file too")
+    options = parser.parse_args()
+    rows = {}
+    for name in options.only:
+        flags, peer = LAYOUTS[name]
+        rows[name] = run("llama8L", options.iterations, 2, flags.split())
+        rows[name]["peer_ms"] = peer
+        if options.json:
+            Path(options.json).write_text(json.dumps(rows, indent=1))
+    print(f"{'layout':45} {'ms':>7} {'TFLOP/s':>8} {'GiB':>6} {'peer ms':>8} {'time / peer':>11}")
+    for name, row in rows.items():
+        ratio = row["elapsed_ms"] / row["peer_ms"]
+        print(f"{name:45} {row['elapsed_ms']:7.0f} {row['tflops']:8.1f} {row['peak_memory_gib']:6.1f} {row['peer_ms']:8d} {ratio:11.2f}")
+
+
+if __name__ == "__main__":
+    main()
