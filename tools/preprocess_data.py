@@ -271,10 +271,10 @@ def encode_all(batches: Iterator[Batch], workers: int) -> Generator[tuple[Batch,
             pending.append((batch, pool.submit(_encode, batch)))
             if len(pending) > workers * BATCHES_AHEAD:
                 done, future = pending.popleft()
-                yield done, future.result()
+                yield done, _result(future, processes)
         while pending:
             done, future = pending.popleft()
-            yield done, future.result()
+            yield done, _result(future, processes)
         pool.shutdown()
     except BrokenProcessPool:
         raise RuntimeError(_obituary(processes)) from None
@@ -283,6 +283,16 @@ def encode_all(batches: Iterator[Batch], workers: int) -> Generator[tuple[Batch,
             process.terminate()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
+
+
+def _result(future: Future, processes: list[Any]) -> list[Encoded]:
+    """The future's result. A pool whose worker died while its queue was full may never say so (CPython before 3.12): looked for here."""
+    while True:
+        try:
+            return future.result(timeout=1.0)
+        except TimeoutError:
+            if any(process.exitcode is not None for process in processes):
+                raise BrokenProcessPool from None
 
 
 def _obituary(processes: list[Any]) -> str:
