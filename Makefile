@@ -13,8 +13,7 @@ test-all: setup check
 	$(PY) -m pytest -n 2 --dist loadscope -m "not gpu" tests
 
 test-layouts: setup
-	$(PY) -m pytest -n 2 --dist loadscope -m "not gpu" tests/parallel_equivalence tests/parallel_equivalence_pp \
-		tests/functional/test_layout_mixtures.py
+	$(PY) -m pytest -n 2 --dist loadscope -m "not gpu" tests/parallel_equivalence tests/functional/test_layout_mixtures.py
 
 test-gpu: setup
 	$(PY) -m pytest -m gpu tests

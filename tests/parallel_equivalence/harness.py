@@ -1,10 +1,11 @@
-"""Train one model of the table in one layout, and hold everything that came out against one process.
+"""Train one model of the table in one layout, and keep everything that must not depend on the layout.
 
-`train` runs on every rank of the layout (see tests/distributed.py) and returns what that rank saw; `differences` compares.
+`train` runs on every rank of the layout (see tests/distributed.py) and returns what that rank saw; comparison.py holds it against one
+process. Where an axis cuts data, this file says how: `rank_part` the batch, `positions_here` the sequence, `weights` the parameters.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,39 +13,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core import parallel_state
+from megatron.core import device, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.param_sharding import ParamSharding, build_param_table, local_part
+from megatron.core.tensor_parallel.param_sharding import ParamRecord, ParamSharding, build_param_table
 from megatron.core.tokenizers.build import vocab_size_with_padding
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
 from tests.parallel_equivalence.layouts import (
     DIVISIBLE_BY,
     HEADS,
     HIDDEN,
     MICRO_BATCH,
     MODELS,
-    NUM_LAYERS,
+    RECOMPUTE,
     SEQ,
     STEPS,
     TOKENS,
-    TOLERANCES,
     Layout,
 )
 
-Key = tuple[str, int | None]  # a parameter's checkpoint key and layer: the same in every layout
+Key = tuple[str, int | None, int | None]  # a parameter's checkpoint key, layer and expert: the same in every layout
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass
 class Weight:
-    """A rank's part of a parameter, of its gradient or of whatever has its shape."""
+    """A rank's part of a parameter (one expert's), of its gradient or of whatever has its shape."""
 
     value: torch.Tensor
     sharding: ParamSharding
+    rank: int = 0  # which of `size` parts
+    size: int = 1
 
 
 @dataclass
@@ -59,13 +64,11 @@ class Activation:
 class Trace:
     """What one rank saw."""
 
-    tp_rank: int = 0
-    tp_size: int = 1
     initial: dict[Key, Weight] = field(default_factory=dict)
     activations: dict[tuple[int, str], Activation] = field(default_factory=dict)  # of the first step, by micro batch and part
     gradients: dict[Key, Weight] = field(default_factory=dict)  # of the first step
     norms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # empty where no loss is computed
+    losses: list[float] = field(default_factory=list)  # of each step, and of an evaluation at the end; empty where no loss is computed
     trained: dict[Key, Weight] = field(default_factory=dict)
 
 
@@ -80,8 +83,39 @@ def start_groups(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
         context_parallel_size=layout.cp,
+        hierarchical_context_parallel_sizes=list(layout.hierarchical_cp) or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+    )
+
+
+def config_of(layout: Layout, model_name: str, dtype: torch.dtype) -> TransformerConfig:
+    settings: dict[str, Any] = {"num_attention_heads": HEADS, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    settings |= MODELS[model_name].config | layout.config | RECOMPUTE.get(layout.recompute or "", {})
+    if layout.cp_comm_type is not None:
+        settings["cp_comm_type"] = layout.cp_comm_type
+    return TransformerConfig(
+        num_layers=layout.num_layers,
+        hidden_size=HIDDEN,
+        init_method_std=0.1,  # activations and gradients of a size that shows faults
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        pipeline_schedule=layout.schedule,
+        num_layers_in_first_pipeline_stage=layout.first_layers,
+        num_layers_in_last_pipeline_stage=layout.last_layers,
+        context_parallel_size=layout.cp,
+        hierarchical_context_parallel_sizes=list(layout.hierarchical_cp) or None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        calculate_per_token_loss=layout.per_token,
+        gradient_accumulation_fusion=True,
+        logical_vocab_size=TOKENS,
+        softmax_vocab_size=vocab_size_with_padding(TOKENS, DIVISIBLE_BY),
+        **settings,
     )
 
 
@@ -89,76 +123,99 @@ def build(layout: Layout, model_name: str, dtype: torch.dtype) -> tuple[list[Dis
     """The chunks of this rank, wrapped, and their optimizer, as the trainer makes them."""
     model = MODELS[model_name]
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    vocab = vocab_size_with_padding(TOKENS, DIVISIBLE_BY, layout.tp)
-    settings: dict[str, Any] = {"num_attention_heads": HEADS, "hidden_dropout": 0.0, "attention_dropout": 0.0, **model.config}
-    config = TransformerConfig(
-        num_layers=NUM_LAYERS,
-        hidden_size=HIDDEN,
-        init_method_std=0.1,  # activations and gradients of a size that shows faults
-        params_dtype=dtype,
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.sp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        calculate_per_token_loss=layout.per_token,
-        gradient_accumulation_fusion=True,
-        logical_vocab_size=TOKENS,
-        softmax_vocab_size=vocab_size_with_padding(TOKENS, DIVISIBLE_BY),
-        **settings,
-    )
-    chunk = GPTModel(
-        config,
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
-        vocab,
-        SEQ,
-        share_embeddings_and_output_weights=model.tied,
-        position_embedding_type=model.position,
-        pg_collection=groups,
-    )
+    sharded, gathered = layout.distributed_optimizer, layout.distributed_optimizer and layout.overlap
     ddp_config = DistributedDataParallelConfig(
-        overlap_grad_reduce=layout.overlap, use_distributed_optimizer=layout.distributed_optimizer, bucket_size=4000
+        grad_reduce_in_fp32=dtype is torch.bfloat16,
+        overlap_grad_reduce=layout.overlap,
+        overlap_param_gather=gathered,
+        use_distributed_optimizer=sharded,
+        bucket_size=4000,
     )
-    wrapped = [DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5, use_distributed_optimizer=layout.distributed_optimizer), wrapped
+    stage, wrapped = get_pg_rank(groups.pp), []
+    for number in range(layout.vpp or 1):
+        config = config_of(layout, model_name, dtype)
+        vp_stage = None if layout.vpp is None else number
+        chunk: torch.nn.Module = GPTModel(
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage),
+            vocab_size_with_padding(TOKENS, DIVISIBLE_BY, layout.tp),
+            SEQ,
+            pre_process=stage == 0 and number == 0,
+            post_process=stage == layout.pp - 1 and number == (layout.vpp or 1) - 1,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type=model.position,
+            vp_stage=vp_stage,
+            pg_collection=groups,
+        ).to(device.current_device())
+        if config.bf16:
+            chunk = Float16Module(config, chunk)
+        wrapped.append(DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups))
+    settings = OptimizerConfig(
+        lr=1e-3,
+        weight_decay=0.1,
+        clip_grad=0.5,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=sharded,
+        overlap_param_gather=gathered,
     )
-    config.no_sync_func = wrapped[0].no_sync
+    optimizer = get_megatron_optimizer(settings, wrapped)
+    config = wrapped[0].config
+    config.no_sync_func = [chunk.no_sync for chunk in wrapped]
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped, optimizer
 
 
-def micro_batch(index: int) -> dict[str, torch.Tensor]:
+def micro_batch(index: int) -> Batch:
     """Micro batch number `index` of the training: the same whoever reads it. Micro batches differ much in how many tokens count."""
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(0, TOKENS, (MICRO_BATCH, SEQ + 1), generator=generator)
     share = (0.95, 0.1, 0.5)[index % 3]
     mask = (torch.rand(MICRO_BATCH, SEQ, generator=generator) < share).double()
     mask[0, 3] = 1.0
-    return {"index": torch.tensor(index), "tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask}
+    positions = torch.arange(SEQ).expand(MICRO_BATCH, -1)
+    return {"index": torch.tensor(index), "tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "positions": positions}
 
 
-def batches_of_step(layout: Layout, step: int) -> Iterator[dict[str, torch.Tensor]]:
+def rank_part(layout: Layout, batch: Batch) -> Batch:
+    """What this rank gets of a micro batch that its data-parallel rank trains on: its part of the sequence."""
+    if layout.cp == 1:
+        return batch
+    from megatron.core.context_parallel import split_for_context_parallel
+
+    rank = parallel_state.get_context_parallel_rank()
+    return {name: value if value.dim() < 2 else split_for_context_parallel(value, 1, rank, layout.cp) for name, value in batch.items()}
+
+
+def positions_here(layout: Layout) -> torch.Tensor:
+    """Which tokens of the sequence this rank has in attention's parts of the model."""
+    if layout.cp == 1:
+        return torch.arange(SEQ)
+    from megatron.core.context_parallel import positions_of_rank
+
+    return positions_of_rank(SEQ, parallel_state.get_context_parallel_rank(), layout.cp)
+
+
+def batches_of_step(layout: Layout, step: int) -> Iterator[Batch]:
     """This rank's micro batches: those of a step go round the data-parallel ranks."""
     rank = parallel_state.get_data_parallel_rank()
     for number in range(layout.microbatches):
-        yield micro_batch(step * layout.global_microbatches + number * layout.dp + rank)
+        yield rank_part(layout, micro_batch(step * layout.global_microbatches + number * layout.dp + rank))
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """pretrain_gpt's, in the precision of the losses."""
-    total, count = (losses.view(-1) * loss_mask.view(-1)).sum(), loss_mask.sum()
+    total, count = (losses.view(-1) * loss_mask.reshape(-1)).sum(), loss_mask.sum()
     return total, count.to(torch.int), {"lm loss": torch.stack([total.detach().double(), count.double()])}
 
 
 class Recorder:
     """Forward hooks that keep what the parts of a model put out, while a micro batch of the first step goes forward."""
 
-    def __init__(self, layout: Layout, chunks: list[DistributedDataParallel], trace: Trace) -> None:
+    def __init__(self, layout: Layout, chunks: Sequence[DistributedDataParallel], trace: Trace) -> None:
         self.layout, self.trace = layout, trace
         self.now: int | None = None
         for chunk in chunks:
-            model: Any = chunk.module
+            model: Any = unwrap_model(chunk)
             parts = {f"layer {layer.layer_number}": layer for layer in model.decoder.layers}
             if model.pre_process:
                 parts["embedding"] = model.embedding
@@ -172,31 +229,59 @@ class Recorder:
             self.keep(name, output[0] if isinstance(output, tuple) else output, split=self.layout.sp)
 
     def keep(self, name: str, value: torch.Tensor, split: bool) -> None:
-        positions = torch.arange(SEQ)
+        positions = positions_here(self.layout)
         if split:
-            positions = positions.chunk(self.trace.tp_size)[self.trace.tp_rank]
+            positions = positions.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
         assert self.now is not None
-        self.trace.activations[self.now, name] = Activation(value.detach().clone(), positions)
+        self.trace.activations[self.now, name] = Activation(value.detach().cpu().clone(), positions)
 
-    def forward_step(self, data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
-        data = next(data_iterator)
-        positions = torch.arange(SEQ).expand(MICRO_BATCH, -1)
+    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
+        data = {name: value.to(device.current_device()) for name, value in next(data_iterator).items()}
         index = int(data["index"])
-        self.now = index if index < self.layout.global_microbatches else None  # the first step's
-        losses = model(data["tokens"], positions, None, labels=data["labels"], loss_mask=data["loss_mask"])
-        if self.now is not None and losses.shape == (MICRO_BATCH, SEQ):
+        first = torch.is_grad_enabled() and not self.trace.norms and index < self.layout.global_microbatches
+        self.now = index if first else None
+        losses = model(data["tokens"], data["positions"], None, labels=data["labels"], loss_mask=data["loss_mask"])
+        if first and losses.dim() == 2:  # of the last stage: [b, s]
             self.keep("loss", losses.t(), split=False)
         self.now = None
         return losses, partial(loss_func, data["loss_mask"])
 
 
-def weights(chunks: list[DistributedDataParallel], what: str) -> dict[Key, Weight]:
-    """`what` of every parameter of this rank: data or main_grad."""
-    return {
-        (record.key, record.layer): Weight(getattr(record.param, what).detach().clone(), record.sharding)
-        for chunk in chunks
-        for record in build_param_table(chunk).values()
-    }
+def weights(chunks: Sequence[DistributedDataParallel], what: Callable[[ParamRecord], torch.Tensor]) -> dict[Key, Weight]:
+    """`what` of every parameter of this rank, on the CPU; of parameters that hold experts, for each expert by itself."""
+    found: dict[Key, Weight] = {}
+    for chunk in chunks:
+        for record in build_param_table(chunk).values():
+            value, experts = what(record).detach().cpu().clone(), getattr(record.sharding, "experts", None)
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            tensor_group = groups.expt_tp if record.sharding.is_expert else groups.tp
+            parts = [(None, value)]
+            if experts is not None:
+                parts = [(experts.first + i, part) for i, part in enumerate([value] if experts.count is None else value.unbind(0))]
+            for expert, part in parts:
+                key = (record.key, record.layer, expert)
+                assert key not in found, f"{key} twice on one rank"
+                found[key] = Weight(part, record.sharding, get_pg_rank(tensor_group), get_pg_size(tensor_group))
+    return found
+
+
+def data(record: ParamRecord) -> torch.Tensor:
+    return record.param
+
+
+def gradients(chunks: Sequence[DistributedDataParallel]) -> dict[Key, Weight]:
+    """Of the step whose gradients were just reduced. The distributed optimizer's ranks have a part of each bucket: they collect all."""
+    whole: dict[int, torch.Tensor] = {}
+    for chunk in chunks:
+        for buffer in chunk.grad_buffers:
+            flat = buffer.grad_data.clone()
+            if buffer.distributed and get_pg_size(buffer.group) > 1:
+                for bucket in buffer.layout.buckets:
+                    part = flat[bucket.start : bucket.end]
+                    dist.all_gather_into_tensor(part, buffer.own_part(part).clone(), group=buffer.group)
+            for slot, param in zip(buffer.layout.params, buffer.params, strict=True):
+                whole[id(param)] = flat[slot.start : slot.end].view(param.shape)
+    return weights(chunks, lambda record: whole[id(record.param)])
 
 
 def step_loss(reports: list[dict[str, torch.Tensor]]) -> float:
@@ -209,15 +294,13 @@ def step_loss(reports: list[dict[str, torch.Tensor]]) -> float:
 
 
 def train(layout: Layout, model_name: str, dtype: torch.dtype) -> Trace:
-    """STEPS steps on this rank's share of the table's data. The process groups must be there."""
-    trace = Trace(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
+    """STEPS steps on this rank's share of the table's data, and an evaluation. The process groups must be there."""
+    trace = Trace()
     chunks, optimizer = build(layout, model_name, dtype)
-    trace.initial = weights(chunks, "data")
+    trace.initial = weights(chunks, data)
     recorder = Recorder(layout, chunks, trace)
-    for step in range(STEPS):
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+
+    def run(step: int, forward_only: bool = False) -> None:
         reports = get_forward_backward_func()(
             forward_step_func=recorder.forward_step,
             data_iterator=batches_of_step(layout, step),
@@ -225,100 +308,43 @@ def train(layout: Layout, model_name: str, dtype: torch.dtype) -> Trace:
             num_microbatches=layout.microbatches,
             seq_length=SEQ,
             micro_batch_size=MICRO_BATCH,
-            forward_only=False,
+            forward_only=forward_only,
         )
         if reports:
             trace.losses.append(step_loss(reports))
+
+    for step in range(STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        run(step)
         if step == 0:
-            trace.gradients = weights(chunks, "main_grad")
+            trace.gradients = gradients(chunks)
         updated, norm, _ = optimizer.step()
         assert bool(updated)
         trace.norms.append(float(norm))
-    trace.trained = weights(chunks, "data")
+    run(0, forward_only=True)
+    for chunk in chunks:
+        chunk.finish_param_sync()
+    trace.trained = weights(chunks, data)
     return trace
 
 
-def train_all(
-    layout: Layout, dtypes: tuple[torch.dtype, ...] = tuple(TOLERANCES), fault: Any = None
-) -> dict[tuple[str, torch.dtype], Trace]:
+Traces = dict[tuple[str, torch.dtype], Trace]
+
+
+def train_all(layout: Layout, dtypes: Sequence[torch.dtype], fault: Any = None) -> Traces:
     """Every model of the layout in every dtype, on this rank. `fault`: a context in which to do so, for tests of the tests."""
     start_groups(layout)
     with fault() if fault is not None else contextlib.nullcontext():
         return {(name, dtype): train(layout, name, dtype) for name in layout.models for dtype in dtypes}
 
 
-# --- the comparison ---
-
-
-def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest element that is expected; nan when one of them holds nan."""
-    scale = expected.abs().max()
-    return float((value - expected).abs().max() / (scale if scale > 0 else 1.0))
-
-
-def part_of(whole: torch.Tensor, trace: Trace, sharding: ParamSharding) -> torch.Tensor:
-    """What the rank holds of a tensor of one process, whose vocabulary may have fewer rows of padding (which are zero)."""
-    shape = list(sharding.global_shape)
-    if sharding.logical_size is not None and shape[0] != whole.shape[0]:
-        padded = whole.new_zeros(shape)
-        rows = min(shape[0], whole.shape[0])
-        padded[:rows] = whole[:rows]
-        whole = padded
-    return local_part(whole, sharding, trace.tp_rank, trace.tp_size)
-
-
-def differences(trace: Trace, reference: Trace, dtype: torch.dtype) -> list[str]:
-    """What a rank has otherwise than one process, in words, in the order in which a training computes it."""
-    tolerances, found = TOLERANCES[dtype], []
-
-    def judge(kind: str, name: str, difference: float) -> None:
-        if kind in tolerances and not difference <= tolerances[kind]:
-            found.append(f"{kind} of {name} is off by {difference:.1e}, allowed {tolerances[kind]:.0e}")
-
-    for key, weight in trace.initial.items():
-        if not torch.equal(weight.value, part_of(reference.initial[key].value, trace, weight.sharding)):
-            found.append(f"initial weight {key} has other bits")
-    for place, activation in trace.activations.items():
-        judge("forward", str(place), distance(activation.value, reference.activations[place].value[activation.positions]))
-    for step, (loss, expected) in enumerate(zip(trace.losses, reference.losses)):
-        judge("first loss" if step == 0 else "later loss", f"step {step + 1}", abs(loss - expected) / abs(expected))
-    for kind, mine, theirs in (
-        ("gradient", trace.gradients, reference.gradients),
-        ("trained weight", trace.trained, reference.trained),
-    ):
-        for key, weight in mine.items():
-            judge(kind, str(key), distance(weight.value, part_of(theirs[key].value, trace, weight.sharding)))
-    for step, (norm, expected) in enumerate(zip(trace.norms, reference.norms)):
-        judge("gradient norm", f"step {step + 1}", abs(norm - expected) / expected)
-    return found
-
-
-def coverage(traces: list[Trace], reference: Trace) -> list[str]:
-    """What one process has and no rank, or too few: a comparison of nothing finds nothing."""
-    found = []
-    for name in ("initial", "gradients", "trained", "activations"):
-        seen = {key for trace in traces for key in getattr(trace, name)}
-        if seen != set(getattr(reference, name)):
-            found.append(f"{name}: the ranks and one process differ in {sorted(seen ^ set(getattr(reference, name)), key=str)}")
-    if not any(len(trace.losses) == STEPS for trace in traces) or any(len(trace.norms) != STEPS for trace in traces):
-        found.append("losses or norms of some steps are missing")
-    return found
-
-
-def unmarked_differences(traces: list[Trace]) -> list[str]:
-    """Parameters that are not marked as split and yet not equal, to the bit, on all ranks that hold them."""
-    first: dict[tuple[Key, int | None], torch.Tensor] = {}
-    found = []
-    for trace in traces:
-        for key, weight in trace.trained.items():
-            place = (key, trace.tp_rank if weight.sharding.is_split else None)
-            if not torch.equal(first.setdefault(place, weight.value), weight.value):
-                found.append(f"{key} is marked as {'one part' if weight.sharding.is_split else 'replicated'} and differs between ranks")
-    return found
+def train_each(layouts: Sequence[Layout], dtypes: Sequence[torch.dtype]) -> list[Traces]:
+    return [train_all(layout, dtypes) for layout in layouts]
 
 
 def train_alone(layout: Layout, model_name: str, dtype: torch.dtype) -> Trace:
     """The trace of one process without any process group, on the whole global batch of the same micro batches."""
     parallel_state.destroy_model_parallel()
-    single = Layout("one process", microbatches=layout.global_microbatches, per_token=layout.per_token)
-    return train(single, model_name, dtype)
+    return train(layout.alone, model_name, dtype)

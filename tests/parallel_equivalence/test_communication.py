@@ -3,28 +3,42 @@
 With x = sequence x micro batch x hidden elements, a layer of two blocks (attention, MLP) moves in one forward and backward pass:
 tensor parallelism all-reduces x once a block forward and once backward; sequence parallelism gathers x before a block and
 reduce-scatters it after, does the opposite on the way back, and gathers the input of the block's first linear again for its weight's
-gradient.
+gradient. A pipeline stage sends x (sequence parallelism: its rank's part of it) on after each of its chunks, and the gradient of x back,
+once a micro batch. A step moves the gradient buffer once over the data-parallel ranks; with the distributed optimizer half of that work,
+and the parameters as the other half.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.param_sharding import build_param_table
-from tests.distributed import run_on_ranks
+from tests.distributed import ranks
 from tests.parallel_equivalence import harness
 from tests.parallel_equivalence.layouts import HIDDEN, MICRO_BATCH, MODELS, SEQ, Layout
 
 X = SEQ * MICRO_BATCH * HIDDEN
 TOKENS = SEQ * MICRO_BATCH
 DATA = Layout("dp2", dp=2)
+SHARDED = Layout("dp2 sharded", dp=2, distributed_optimizer=True)
 SPLIT = (Layout("tp2", tp=2), Layout("tp2 sp", tp=2, sp=True))
-LARGE_SIDE = {"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 1, "broadcast": 0}  # position of the whole tensor
+# name -> position of the whole tensor
+LARGE_SIDE = {"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 1, "broadcast": 0, "isend": 0, "irecv": 0}
+PIPELINES = (
+    Layout("pp2", pp=2, microbatches=3),
+    Layout("pp2 vpp2", pp=2, vpp=2, microbatches=4),
+    Layout("pp2 zero-bubble", pp=2, schedule="zero-bubble", microbatches=4),
+    Layout("tp2 sp pp2", tp=2, sp=True, pp=2, microbatches=2),
+    Layout("pp4", pp=4, microbatches=4),
+)
 
 
 @contextlib.contextmanager
@@ -48,8 +62,7 @@ def counted() -> Iterator[Counter]:
 def one_pass(layout: Layout, model: str, num_layers: int) -> dict[str, int]:
     """What forward and backward of one micro batch move."""
     harness.start_groups(layout)
-    with mock.patch.object(harness, "NUM_LAYERS", num_layers):
-        chunks, _ = harness.build(layout, model, torch.float32)
+    chunks, _ = harness.build(replace(layout, layers=num_layers), model, torch.float32)
     data = harness.micro_batch(0)
     with counted() as counts:
         losses = chunks[0](data["tokens"], torch.arange(SEQ).expand(MICRO_BATCH, -1), None, labels=data["labels"])
@@ -83,7 +96,7 @@ def of_a_layer(layout: Layout) -> dict[str, int]:
 
 def test_volume_of_tensor_and_sequence_parallelism() -> None:
     layouts = {layout.name: layout for layout in SPLIT}
-    for rank in run_on_ranks(2, passes):
+    for rank in ranks().run(2, passes):
         for (name, model, num_layers), counts in rank.items():
             fixed, layer = Counter(outside_of_layers(layouts[name], model)), Counter(of_a_layer(layouts[name]))
             expected = {kind: fixed[kind] + num_layers * layer[kind] for kind in fixed | layer}
@@ -107,13 +120,48 @@ def one_step(layout: Layout) -> tuple[dict[str, int], int, int]:
 
 
 def steps() -> list[tuple[dict[str, int], int, int]]:
-    return [one_step(layout) for layout in (DATA, *SPLIT)]
+    return [one_step(layout) for layout in (DATA, SHARDED, *SPLIT)]
 
 
 def test_volume_of_a_step() -> None:
     """The gradient buffer once over data-parallel ranks, however many micro batches; replicated weights that saw a part of the tokens
     once over tensor-parallel ranks; one number for the gradient norm."""
-    for rank in run_on_ranks(2, steps):
-        for layout, (counts, buffer, partial) in zip((DATA, *SPLIT), rank, strict=True):
-            assert counts == {"all_reduce": buffer if layout.dp > 1 else partial + 1}, layout.name
+    for rank in ranks().run(2, steps):
+        for layout, (counts, buffer, partial) in zip((DATA, SHARDED, *SPLIT), rank, strict=True):
+            expected = {"all_reduce": buffer if layout.dp > 1 else partial + 1}
+            if layout.distributed_optimizer:
+                expected = {"reduce_scatter_tensor": buffer, "all_gather_into_tensor": buffer, "all_reduce": 1}
+            assert counts == expected, layout.name
             assert bool(partial) == layout.sp
+
+
+def pipeline_step(layout: Layout) -> dict[str, int]:
+    """Elements that this stage sends and receives in forward and backward of a step."""
+    harness.start_groups(layout)
+    chunks, _ = harness.build(layout, "llama", torch.float32)
+    recorder = harness.Recorder(layout, chunks, harness.Trace())
+    with counted() as counts:
+        get_forward_backward_func()(
+            forward_step_func=recorder.forward_step,
+            data_iterator=harness.batches_of_step(layout, 0),
+            model=chunks,
+            num_microbatches=layout.microbatches,
+            seq_length=SEQ,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+    return {kind: counts[kind] for kind in ("isend", "irecv")}
+
+
+@pytest.mark.parametrize("layout", PIPELINES, ids=lambda layout: layout.name)
+def test_volume_of_a_pipeline(layout: Layout) -> None:
+    """Of the pipeline's slots (chunks in the model's order, which go round the stages) all but the last send x on, all but the first a
+    gradient back, once a micro batch."""
+    x = X // layout.tp if layout.sp else X
+    slots = layout.pp * (layout.vpp or 1)
+    for rank, counts in enumerate(ranks().run(layout.world_size, pipeline_step, layout)):
+        stage = rank // layout.tp
+        mine = range(stage, slots, layout.pp)
+        forward, backward = sum(slot < slots - 1 for slot in mine), sum(slot > 0 for slot in mine)
+        sent = layout.microbatches * x * (forward + backward)
+        assert counts == {"isend": sent, "irecv": sent}, f"stage {stage}"

@@ -2,64 +2,63 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.distributed import run_on_ranks
-from tests.parallel_equivalence.harness import (
-    Trace,
-    coverage,
-    differences,
-    train_all,
-    train_alone,
-    unmarked_differences,
-)
-from tests.parallel_equivalence.layouts import LAYOUTS, TOLERANCES, Layout
-
-EVERY_LAYOUT = [pytest.param(layout, id=layout.name, marks=[] if layout.fast else [pytest.mark.slow]) for layout in LAYOUTS]
-Results = list[dict[tuple[str, torch.dtype], Trace]]
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.pipeline_parallel.p2p_communication import Incoming
+from tests.distributed import ranks
+from tests.parallel_equivalence import comparison, harness
+from tests.parallel_equivalence.comparison import assert_equals_one_process, bit_differences, coverage, reference, report, trained
+from tests.parallel_equivalence.layouts import GPU_TOLERANCES, LAYOUTS, TOLERANCES, Layout
 
 
-@cache
-def ran(layout: Layout) -> Results:
-    """What each rank saw, for each model and dtype."""
-    return run_on_ranks(layout.world_size, train_all, layout)
+def cases(chosen: Callable[[Layout], bool]) -> list[Any]:
+    return [
+        pytest.param(layout, id=layout.name, marks=[] if layout.fast else [pytest.mark.slow])
+        for layout in sorted(LAYOUTS, key=lambda layout: layout.world_size)  # a pool of processes grows with them
+        if chosen(layout)
+    ]
 
 
-@cache
-def reference(global_microbatches: int, per_token: bool, model: str, dtype: torch.dtype) -> Trace:
-    return train_alone(Layout("one process", microbatches=global_microbatches, per_token=per_token), model, dtype)
+def check_bits(layout: Layout) -> None:
+    """Overlap and recompute on and off."""
+    for rank in ranks().run(layout.world_size, harness.train_each, (layout, layout.plain), (torch.float32,), name=layout.name):
+        assert not bit_differences(*rank)
 
 
-def report(layout: Layout, results: Results) -> list[str]:
-    """All differences from one process, each with the model, the dtype and the rank."""
-    found = []
-    for model, dtype in results[0]:
-        expected = reference(layout.global_microbatches, layout.per_token, model, dtype)
-        traces = [rank[model, dtype] for rank in results]
-        found += [f"{model} {dtype}: {text}" for text in coverage(traces, expected)]
-        for rank, trace in enumerate(traces):
-            found += [f"{model} {dtype} rank {rank}: {text}" for text in differences(trace, expected, dtype)]
-    return found
+# Classes: `--dist loadscope` gives each to one worker, whose pool of processes serves all of it.
+class TestUpToTwoProcesses:
+    @pytest.mark.parametrize("layout", cases(lambda layout: layout.world_size <= 2))
+    def test_layout_equals_one_process(self, layout: Layout) -> None:
+        assert_equals_one_process(layout, TOLERANCES)
+
+    @pytest.mark.parametrize("layout", cases(lambda layout: layout.world_size <= 2 and layout != layout.plain))
+    def test_overlap_and_recompute_change_no_bit(self, layout: Layout) -> None:
+        check_bits(layout)
 
 
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
-def test_layout_equals_one_process(layout: Layout) -> None:
-    results = ran(layout)
-    assert {dtype for _, dtype in results[0]} == set(TOLERANCES) and {model for model, _ in results[0]} == set(layout.models)
-    found = report(layout, results)
-    assert not found, f"{len(found)} differences, the first of them:\n" + "\n".join(found[:20])
+class TestMoreProcesses:
+    @pytest.mark.parametrize("layout", cases(lambda layout: layout.world_size > 2))
+    def test_layout_equals_one_process(self, layout: Layout) -> None:
+        assert_equals_one_process(layout, TOLERANCES)
+
+    @pytest.mark.parametrize("layout", cases(lambda layout: layout.world_size > 2 and layout != layout.plain))
+    def test_overlap_and_recompute_change_no_bit(self, layout: Layout) -> None:
+        check_bits(layout)
 
 
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
-def test_a_parameter_is_equal_on_all_ranks_or_marked_as_split(layout: Layout) -> None:
-    """After all steps: what the sharding record says is what is there."""
-    for model, dtype in ran(layout)[0]:
-        assert not unmarked_differences([rank[model, dtype] for rank in ran(layout)])
+# --- faults are found: one for each axis, and what it does not touch stays equal ---
+
+
+def found_with(layout: Layout, fault: Any) -> list[str]:
+    dtypes = {torch.float64: TOLERANCES[torch.float64]}
+    return report(layout, trained(layout, list(dtypes), fault), dtypes)
 
 
 @contextlib.contextmanager
@@ -69,16 +68,113 @@ def partial_gradients_stay_partial() -> Iterator[None]:
         yield
 
 
-def test_a_fault_is_found() -> None:
-    """The harness sees gradients of norms that are not summed over the ranks of sequence parallelism."""
-    layout = Layout("tp2 sp", tp=2, sp=True, models=("gpt",))
-    results = run_on_ranks(2, train_all, layout, (torch.float64,), partial_gradients_stay_partial)
-    found = report(layout, results)
-    assert any("gradient of ('decoder.final_layernorm.weight'" in text for text in found)
-    assert any("gradient norm of step 1 " in text for text in found) and any("later loss" in text for text in found)
-    assert not any("initial weight" in text or "forward" in text or "first loss" in text for text in found)
-    assert unmarked_differences([rank["gpt", torch.float64] for rank in results])
+@contextlib.contextmanager
+def tied_gradients_stay_apart() -> Iterator[None]:
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    with mock.patch.object(module, "_sum_tied_gradients"):
+        yield
 
 
-def test_names_of_layouts_are_unique() -> None:
-    assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
+@contextlib.contextmanager
+def stages_receive_a_little_else() -> Iterator[None]:
+    original = Incoming.wait
+    with mock.patch.object(Incoming, "wait", lambda self: original(self) * (1 + 1e-8)):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_are_summed() -> Iterator[None]:
+    original = ParamAndGradBuffer.__init__
+
+    def unscaled(self: ParamAndGradBuffer, *args: Any, scale: float, **kwargs: Any) -> None:
+        original(self, *args, scale=1.0, **kwargs)
+
+    with mock.patch.object(ParamAndGradBuffer, "__init__", unscaled):
+        yield
+
+
+@contextlib.contextmanager
+def a_bucket_is_not_gathered() -> Iterator[None]:
+    original = ParamAndGradBuffer.gather_bucket
+    with mock.patch.object(
+        ParamAndGradBuffer, "gather_bucket", lambda self, index, async_op: None if index == 0 else original(self, index, async_op)
+    ):
+        yield
+
+
+# name -> (layout, fault, texts that the report has, texts that it has not)
+FAULTS: dict[str, tuple[Layout, Any, tuple[str, ...], tuple[str, ...]]] = {
+    "sequence": (
+        Layout("tp2 sp", tp=2, sp=True, models=("gpt",)),
+        partial_gradients_stay_partial,
+        ("gradient of ('decoder.final_layernorm.weight'", "gradient norm of step 1 ", "later loss", "marked as replicated and differs"),
+        ("initial weight", "forward", "first loss"),
+    ),
+    "pipeline, tied weights": (
+        Layout("pp2", pp=2, models=("gpt",)),
+        tied_gradients_stay_apart,
+        ("gradient of ('embedding.word_embeddings.weight'", "gradient norm of step 1 ", "later loss", "differs between ranks"),
+        ("initial weight", "forward", "first loss", "gradient of ('decoder"),
+    ),
+    "pipeline, what is received": (
+        Layout("pp2", pp=2, models=("gpt",)),
+        stages_receive_a_little_else,
+        ("rank 1: forward of (0, 'layer 2')", "rank 0: gradient of ('decoder.layers"),
+        ("initial weight", "layer 1", "rank 0: forward"),
+    ),
+    "data": (
+        Layout("dp2", dp=2, models=("gpt",)),
+        gradients_are_summed,
+        ("gradient of ('decoder.final_layernorm.weight'", "gradient norm of step 1 is off by 1.0e+00"),
+        ("initial weight", "forward", "first loss", "differs between ranks"),
+    ),
+    "sharded optimizer": (
+        Layout("dp2 sharded", dp=2, distributed_optimizer=True, models=("gpt",)),
+        a_bucket_is_not_gathered,
+        ("later loss", "trained weight", "marked as replicated and differs"),
+        ("initial weight", "forward", "first loss", "gradient of", "gradient norm of step 1 "),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    layout, fault, there, absent = FAULTS[name]
+    found = found_with(layout, fault)
+    for text in there:
+        assert any(text in line for line in found), f"{text} is missing in {found}"
+    assert not [line for line in found if any(text in line for text in absent)]
+
+
+def test_what_was_not_compared_is_found() -> None:
+    layout = Layout("tp2", tp=2, models=("gpt",))
+    traces = [rank["gpt", torch.float64] for rank in trained(layout, (torch.float64,))]
+    expected = reference(layout.alone, "gpt", torch.float64, "gloo")
+    assert not coverage(traces, expected, layout)
+    for trace in traces:
+        del trace.activations[0, "layer 2"], trace.gradients["decoder.final_layernorm.weight", None, None], trace.losses[-1]
+    found = " ".join(coverage(traces, expected, layout))
+    assert "layer 2" in found and "gradients: " in found and "losses of some steps" in found and "norms" not in found
+
+
+def test_other_bits_are_found() -> None:
+    layout = Layout("tp2", tp=2, models=("gpt",))
+    one, two = (trained(layout, (torch.float32,))[0] for _ in range(2))
+    assert not bit_differences(one, two)
+    two["gpt", torch.float32].gradients["decoder.final_layernorm.weight", None, None].value[0] += 1e-8
+    assert "gradients of [('decoder.final_layernorm.weight'" in " ".join(bit_differences(one, two))
+
+
+@pytest.mark.parametrize("layout", [Layout("tp2 sp", tp=2, sp=True), Layout("dp2 sharded", dp=2, distributed_optimizer=True, overlap=True)])
+def test_the_gpus_precisions(layout: Layout) -> None:
+    """What test_layouts_gpu.py does, bf16 among it, here with gloo."""
+    assert_equals_one_process(layout, GPU_TOLERANCES)
+
+
+def test_the_table() -> None:
+    assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS) >= 35
+    assert all(layout.world_size <= 8 for layout in LAYOUTS)
+    assert sum(layout.fast for layout in LAYOUTS) * 2 <= len(LAYOUTS)
+    settings = [replace(layout, name="", models=(), fast=False) for layout in LAYOUTS]
+    assert all(settings.count(one) == 1 for one in settings), "a layout stands in the table twice"
+    assert comparison.STEPS >= 10

@@ -15,10 +15,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from tests.distributed import run_on_ranks
+from tests.distributed import ranks
 from tests.parallel_equivalence import harness
-from tests.parallel_equivalence.harness import Key, differences, distance, start_groups, train_all, train_alone
-from tests.parallel_equivalence.layouts import MICRO_BATCH, SEQ, TOKENS, Layout
+from tests.parallel_equivalence.comparison import differences, distance, reference, trained
+from tests.parallel_equivalence.harness import Key, start_groups
+from tests.parallel_equivalence.layouts import MICRO_BATCH, SEQ, TOKENS, TOLERANCES, Layout
 
 TP2 = Layout("tp2", tp=2, models=("norms",))
 
@@ -33,9 +34,9 @@ def head_norms_look_whole() -> Iterator[None]:
 
 def test_the_gradient_of_a_norm_of_sharded_heads_is_summed_without_sequence_parallelism() -> None:
     """That the layouts of the table with the model `norms` are equal to one process means something: without the mark they are not."""
-    expected = train_alone(TP2, "norms", torch.float64)
-    for rank in run_on_ranks(2, train_all, TP2, (torch.float64,), head_norms_look_whole):
-        found = differences(rank["norms", torch.float64], expected, torch.float64)
+    expected = reference(TP2.alone, "norms", torch.float64, "gloo")
+    for rank in trained(TP2, (torch.float64,), head_norms_look_whole):
+        found = differences(rank["norms", torch.float64], expected, TOLERANCES[torch.float64])
         wrong = {text.split("'")[1] for text in found if text.startswith("gradient of (")}
         assert wrong == {f"decoder.layers.self_attention.{head}_layernorm.{part}" for head in "qk" for part in ("weight", "bias")}
 
@@ -71,7 +72,7 @@ def uneven_gradients(dp: int, per_token: bool) -> dict[Key, torch.Tensor]:
         micro_batch_size=MICRO_BATCH,
         forward_only=False,
     )
-    return {key: weight.value for key, weight in harness.weights(chunks, "main_grad").items()}
+    return {key: weight.value for key, weight in harness.gradients(chunks).items()}
 
 
 def gradients_of_loss(per_token: bool) -> dict[Key, torch.Tensor]:
@@ -87,7 +88,7 @@ def gradients_of_loss(per_token: bool) -> dict[Key, torch.Tensor]:
     loss = sum(sums) / sum(counts) if per_token else (sums[0] / counts[0] + sums[1] / counts[1]) / 2
     assert isinstance(loss, torch.Tensor)
     loss.backward()
-    return {key: weight.value for key, weight in harness.weights(chunks, "main_grad").items()}
+    return {key: weight.value for key, weight in harness.gradients(chunks).items()}
 
 
 def uneven_gradients_on_two() -> dict[bool, dict[Key, torch.Tensor]]:
@@ -96,7 +97,7 @@ def uneven_gradients_on_two() -> dict[bool, dict[Key, torch.Tensor]]:
 
 @cache
 def uneven_ranks() -> list[dict[bool, dict[Key, torch.Tensor]]]:
-    return run_on_ranks(2, uneven_gradients_on_two)
+    return ranks().run(2, uneven_gradients_on_two)
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "per token"])
@@ -135,7 +136,7 @@ def losses_with_wild_padding(sequence_parallel: bool) -> list[torch.Tensor]:
 def test_padding_for_the_split_never_enters_the_softmax() -> None:
     """45 tokens: 48 rows on one rank, 64 on four; the last rank holds nothing but padding."""
     assert TOKENS == 45
-    for before, after in run_on_ranks(4, losses_with_wild_padding, True):
+    for before, after in ranks().run(4, losses_with_wild_padding, True):
         assert torch.equal(before, after) and before.isfinite().all()
 
 
@@ -164,7 +165,7 @@ def dropout_masks() -> dict[str, torch.Tensor]:
 
 
 def test_dropout_agrees_where_ranks_hold_the_same_and_differs_where_they_do_not() -> None:
-    first, second = run_on_ranks(2, dropout_masks)
+    first, second = ranks().run(2, dropout_masks)
     for name in ("tensor embedding", "tensor layer"):
         assert torch.equal(first[name], second[name]), name
     for name in ("sequence embedding", "attention"):
