@@ -1,6 +1,7 @@
-"""Mixtures of layouts through the trainer: the same losses and gradient norms as one process, and their checkpoints go on in it.
+"""Mixtures of layouts through the trainer: one saves, another goes on, and both train as one process does.
 
-To add a mixture: one line of MIXTURES.
+That each layout is exact is shown in tests/parallel_equivalence; this is about what only the trainer does: flags, batches, checkpoints.
+To add a pair: one line of PAIRS.
 """
 
 import pytest
@@ -17,24 +18,19 @@ TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# name -> (processes, flags, is it part of the fast tests)
-MIXTURES = {
-    "tp2 sp, pp2": (4, f"{SP} {PP}", True),
-    "pp2, dp2 sharded optimizer": (4, f"{PP} {SHARDED}", True),
-    "tp2, pp2": (4, f"{TP} {PP}", False),
-    "tp2 sp, dp2 sharded optimizer": (4, f"{SP} {SHARDED}", False),
-    "tp2 sp, pp2 with virtual stages": (4, f"{SP} {PP} --num-layers-per-virtual-pipeline-stage 1", False),
-    "pp2, dp2 overlapped": (4, f"{PP} --overlap-grad-reduce", False),
-    "pp2, dp2, per-token loss": (4, f"{PP} --calculate-per-token-loss", False),
-    "tp2 sp, recompute": (2, f"{SP} {RECOMPUTE}", False),
-    "pp2, recompute": (2, f"{PP} {RECOMPUTE}", False),
-    "pp2 zero-bubble, tp2": (4, f"{PP} --pipeline-schedule zero-bubble {TP}", False),
-    "tp2 sp, pp2, dp2 sharded optimizer": (8, f"{SP} {PP} {SHARDED}", False),
+# (processes, flags) of the run that saves after half of its steps, of the one that goes on; is it part of the fast tests
+PAIRS = {
+    "tp2 sp pp2 to pp2 dp2 sharded": ((4, f"{SP} {PP}"), (4, f"{PP} {SHARDED}"), True),
+    "tp2 sp dp2 sharded to tp2 sp pp2 vpp2": ((4, f"{SP} {SHARDED}"), (4, f"{SP} {PP} --num-layers-per-virtual-pipeline-stage 1"), False),
+    "pp2 dp2 overlapped to tp2 sp recompute": ((4, f"{PP} --overlap-grad-reduce"), (2, f"{SP} {RECOMPUTE}"), False),
+    "pp2 recompute to pp2 zero-bubble tp2": ((2, f"{PP} {RECOMPUTE}"), (4, f"{PP} --pipeline-schedule zero-bubble {TP}"), False),
+    "pp2 dp2 per-token to tp2 dp2": ((4, f"{PP} --calculate-per-token-loss"), (4, TP), False),
+    "tp2 sp pp2 dp2 sharded to one process": ((8, f"{SP} {PP} {SHARDED}"), (1, ""), False),
 }
 
 
 def cases():
-    for name, (_, _, fast) in MIXTURES.items():
+    for name, (_, _, fast) in PAIRS.items():
         for model in MODELS:
             is_fast = fast and model == "gpt"
             marks = [] if is_fast else [pytest.mark.slow(reason="several processes each; `make test-layouts` runs them all")]
@@ -53,12 +49,12 @@ def alone(corpus):
 
 
 @pytest.mark.parametrize("name, model", cases())
-def test_a_mixture_trains_the_same_model(corpus, alone, tmp_path, name, model):
-    processes, flags, _ = MIXTURES[name]
-    result = torchrun(processes, *on(corpus, SIZE, MODELS[model], flags, "--save-interval 2 --save", tmp_path))
-    assert result.code == 0, result.err
+def test_a_pair_trains_the_same_model(corpus, alone, tmp_path, name, model):
+    (processes, flags), (later_processes, later_flags), _ = PAIRS[name]
+    first = torchrun(processes, *on(corpus, SIZE, MODELS[model], flags, "--exit-interval 2 --save", tmp_path))
+    assert first.code == 0, first.err
+    second = torchrun(later_processes, *on(corpus, SIZE, MODELS[model], later_flags, "--load", tmp_path))
+    assert second.code == 0, second.err
+    assert (first.column("iteration"), second.column("iteration")) == ([1, 2], [3, 4])
     for column in ("lm_loss", "grad_norm"):
-        assert result.column(column) == pytest.approx(alone[model].column(column), rel=1e-5)
-    resumed = train(*on(corpus, SIZE, MODELS[model], "--ckpt-step 2 --load", tmp_path))
-    assert resumed.code == 0, resumed.err
-    assert resumed.column("lm_loss") == pytest.approx(alone[model].column("lm_loss")[2:], rel=1e-5)
+        assert first.column(column) + second.column(column) == pytest.approx(alone[model].column(column), rel=1e-5)

@@ -6,7 +6,7 @@ process. Where an axis cuts data, this file says how: `rank_part` the batch, `po
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -255,13 +255,15 @@ def weights(chunks: Sequence[DistributedDataParallel], what: Callable[[ParamReco
             value, experts = what(record).detach().cpu().clone(), getattr(record.sharding, "experts", None)
             groups = ProcessGroupCollection.use_mpu_process_groups()
             tensor_group = groups.expt_tp if record.sharding.is_expert else groups.tp
-            parts = [(None, value)]
+            parts, sharding = [(None, value)], record.sharding
             if experts is not None:
+                alone: dict[str, Any] = {"experts": None}
+                sharding = replace(sharding, **alone)  # that of one expert's tensor, as the values below
                 parts = [(experts.first + i, part) for i, part in enumerate([value] if experts.count is None else value.unbind(0))]
             for expert, part in parts:
                 key = (record.key, record.layer, expert)
                 assert key not in found, f"{key} twice on one rank"
-                found[key] = Weight(part, record.sharding, get_pg_rank(tensor_group), get_pg_size(tensor_group))
+                found[key] = Weight(part, sharding, get_pg_rank(tensor_group), get_pg_size(tensor_group))
     return found
 
 

@@ -96,6 +96,8 @@ LAYOUTS = (
     Layout("pp2 vpp4", pp=2, vpp=4, microbatches=4),
     Layout("pp4", pp=4, microbatches=4),
     Layout("pp4 fewer micro batches than stages", pp=4, microbatches=2, fast=True),
+    Layout("pp4 one micro batch", pp=4),
+    Layout("pp4 three micro batches", pp=4, microbatches=3),
     Layout("pp4 ends", pp=4, first_layers=1, last_layers=3, layers=8, microbatches=4),
     Layout("pp4 zero-bubble", pp=4, schedule="zero-bubble", microbatches=4),
     Layout("pp4 vpp2", pp=4, vpp=2, microbatches=4),
