@@ -24,6 +24,7 @@ _USED = (
     "finalize_model_grads_func",
     "grad_scale_func",
     "no_sync_func",
+    "grad_sync_func",
     "gradient_accumulation_fusion",
     "pipeline_schedule",
 )

@@ -33,6 +33,7 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp_ep_pp": ("expert", ("etp", "ep", "pp")),
     "expt_dp": ("expert", ("edp",)),
     "intra_expt_dp": ("expert", ("edp_in",)),
+    "inter_expt_dp": ("expert", ("edp_out",)),
 }
 # Not a product of axes: ends of the pipeline, which share a tied embedding; and one group a level of hierarchical context parallelism.
 SPECIAL_GROUPS = ("embd", "pos_embd", "hcp")
@@ -63,6 +64,7 @@ class ProcessGroupCollection:
     tp_ep_pp: dist.ProcessGroup | None
     expt_dp: dist.ProcessGroup | None
     intra_expt_dp: dist.ProcessGroup | None
+    inter_expt_dp: dist.ProcessGroup | None
     embd: dist.ProcessGroup | None
     pos_embd: dist.ProcessGroup | None
     hcp: list[dist.ProcessGroup] | None

@@ -191,7 +191,7 @@ def derive(args: argparse.Namespace) -> None:
     if args.weight_decay_incr_style == "constant":
         fill("start_weight_decay", args.weight_decay)
         fill("end_weight_decay", args.weight_decay)
-    if args.bf16:
+    if args.bf16 and not args.grad_reduce_in_bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
@@ -398,6 +398,10 @@ def ddp_config_from_args(args: argparse.Namespace) -> Any:
 
     values = _same_named(args, DistributedDataParallelConfig)
     values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
+    values["bucket_size"], values["num_buckets"] = args.ddp_bucket_size, args.ddp_num_buckets
+    values["pad_buckets_for_high_nccl_busbw"] = args.ddp_pad_buckets_for_high_nccl_busbw
+    values["average_in_collective"] = args.ddp_average_in_collective
+    values["reduce_scatter_with_fp32_accumulation"] = args.ddp_reduce_scatter_with_fp32_accumulation
     values["check_for_nan_in_grad"] = args.check_for_nan_in_loss_and_grad
     return DistributedDataParallelConfig(**values)
 

@@ -109,5 +109,6 @@ def setup_model_and_optimizer(
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss if args.fp16 or args.loss_scale else None
     config.no_sync_func = [chunk.no_sync for chunk in model]
+    config.grad_sync_func = [chunk.start_grad_sync for chunk in model] if args.overlap_grad_reduce else None
     config.finalize_model_grads_func = finalize_model_grads
     return model, optimizer, scheduler

@@ -64,6 +64,63 @@ def test_every_group_of_every_layout(world_size):
     assert seen > 0
 
 
+def divisors(number):
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def expert_layouts(world_size):
+    """Every factorization, with and without several optimizer instances, in both orders of ranks."""
+    for tp, pp in itertools.product(divisors(world_size), repeat=2):
+        if world_size % (tp * pp):
+            continue
+        stage = world_size // pp
+        for cp, ep, etp in itertools.product(divisors(stage // tp), divisors(stage), divisors(stage)):
+            for instances, order in ((1, "tp-cp-ep-dp-pp"), (2, "tp-cp-ep-dp-pp"), (2, "tp-cp-ep-pp-dp")):
+                fits = stage % (ep * etp) == 0 and not (stage // (tp * cp) % instances or stage // (ep * etp) % instances)
+                if fits and (order.endswith("pp") or pp == 1 or tp * cp == etp * ep):
+                    yield make_layout(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order, optimizer_instances=instances)
+
+
+@pytest.mark.parametrize("world_size", range(1, 65))
+def test_dense_and_expert_groups_fit_together(world_size):
+    """What the reduction of gradients, norms and checkpoints take for granted of dense layers' and experts' groups."""
+    seen = 0
+    for layout in expert_layouts(world_size):
+        seen += 1
+        ranks = {name: set(group_ranks(layout, name, world_size - 1)) for name in GROUPS}
+        assert ranks["pp"] == set(layout.expert.group_of(world_size - 1, "pp"))
+        # a stage's ranks: those of a dense layer, and those of an expert
+        stage = ranks["tp_dp_cp"]
+        assert stage == set(layout.expert.group_of(world_size - 1, "etp", "ep", "edp")) and len(stage) * len(ranks["pp"]) == world_size
+        assert ranks["expt_dp"] | ranks["tp_ep"] <= stage and len(ranks["expt_dp"]) * len(ranks["tp_ep"]) == len(stage)
+        # once over the model: mp x dp_cp and tp_ep_pp x expt_dp are the world
+        assert len(ranks["mp"]) * len(ranks["dp_cp"]) == len(ranks["tp_ep_pp"]) * len(ranks["expt_dp"]) == world_size
+        assert len(ranks["mp"] & ranks["dp_cp"]) == len(ranks["tp_ep_pp"] & ranks["expt_dp"]) == 1
+        # optimizer instances: dense parameters and experts are spread within the same set of ranks
+        for within, across, whole in (("intra_dp_cp", "inter_dist_opt", "dp_cp"), ("intra_expt_dp", "inter_expt_dp", "expt_dp")):
+            assert ranks[within] | ranks[across] <= ranks[whole] and len(ranks[within]) * len(ranks[across]) == len(ranks[whole])
+        assert ranks["intra_expt_dp"] <= ranks["intra_dist_opt"] and ranks["inter_expt_dp"] == ranks["inter_dist_opt"]
+    assert seen > 0
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 12])
+def test_layouts_that_do_not_fit_are_refused(world_size):
+    """All sizes that divide the world by themselves: each layout is made, or its problems are named."""
+    made = refused = 0
+    for tp, pp, cp, ep, etp in itertools.product(divisors(world_size), repeat=5):
+        for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
+            fits = world_size % (tp * cp * pp) == world_size % (etp * ep * pp) == 0
+            same_pipelines = order.endswith("pp") or pp == 1 or tp * cp == etp * ep
+            if fits and same_pipelines:
+                make_layout(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
+                made += 1
+            else:
+                with pytest.raises(ValueError, match="different pipeline groups" if fits else "not divisible"):
+                    make_layout(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
+                refused += 1
+    assert made and refused
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

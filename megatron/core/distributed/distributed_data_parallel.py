@@ -1,5 +1,6 @@
 """Data parallelism: a module whose gradients gather in contiguous buffers and are averaged bucket by bucket."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,38 +19,52 @@ from megatron.core.utils import get_pg_size, strip_wrapper_prefix
 
 
 class _BucketReadiness:
-    """Starts the reduction of buckets in the order of the buffer, as backward fills them.
+    """Starts the reduction of buckets in the order of `sequence`, as backward fills them.
 
     How many times a parameter's gradient is written in one backward (twice for tied embeddings, never for an unused one) is learnt in
-    the first step, which does not overlap. The order is fixed, so that all ranks issue the same collectives in the same order.
+    the first step, which does not overlap. Experts may have no tokens in one step and many in the next: of them at least one write is
+    waited for. The order is fixed, over the buffers too, so that all ranks issue the same collectives in the same order, whichever
+    experts their tokens chose.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer) -> None:
-        self.buffer = buffer
-        self.bucket_of = {id(param): index for index, bucket in enumerate(buffer.buckets) for param in bucket.params}
-        self.seen = [0] * len(buffer.buckets)
+    def __init__(self, sequence: list[tuple[ParamAndGradBuffer, int]]) -> None:
+        self.sequence = sequence
+        buckets = [buffer.buckets[index] for buffer, index in sequence]
+        self.place_of = {id(param): place for place, bucket in enumerate(buckets) for param in bucket.params}
+        self.experts = [[id(param) for param in bucket.params if is_expert(param)] for bucket in buckets]
+        self.writes: Counter = Counter()  # of each parameter in this step
         self.expected: list[int] | None = None
-        self.next = 0
+        self.reset()
 
     def reset(self) -> None:
-        self.seen = [0] * len(self.buffer.buckets)
+        self.seen = [0] * len(self.sequence)
         self.next = 0
+        self.writes.clear()
 
     def ready(self, param: nn.Parameter) -> None:
-        index = self.bucket_of[id(param)]
-        self.seen[index] += 1
-        if self.buffer.buckets[index].dispatched:
+        place = self.place_of[id(param)]
+        self.seen[place] += 1
+        self.writes[id(param)] += 1
+        buffer, index = self.sequence[place]
+        if buffer.buckets[index].dispatched:
             raise RuntimeError(
                 "a gradient was written after its bucket had been reduced, because this step runs parts of the model that the first did "
                 "not: train without --overlap-grad-reduce"
             )
         while self.expected is not None and self.next < len(self.seen) and self.seen[self.next] >= self.expected[self.next] > 0:
-            self.buffer.reduce_bucket(self.next, async_op=True)
+            buffer, index = self.sequence[self.next]
+            buffer.reduce_bucket(index, async_op=True)
             self.next += 1
 
     def finish(self) -> None:
         if self.expected is None:
-            self.expected = list(self.seen)
+            idle = [sum(self.writes[param] == 0 for param in experts) for experts in self.experts]
+            self.expected = [seen + waited_for for seen, waited_for in zip(self.seen, idle, strict=True)]
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Whether a parameter's sharding record says that it is an expert's."""
+    return bool(getattr(getattr(param, "sharding", None), "is_expert", False))
 
 
 class DistributedDataParallel(nn.Module):
@@ -64,7 +79,11 @@ class DistributedDataParallel(nn.Module):
         config: the model's TransformerConfig; only `calculate_per_token_loss` is read.
         ddp_config: see DistributedDataParallelConfig.
         disable_bucketing: one bucket a buffer.
-        pg_collection: `dp_cp` is reduced over (`expt_dp` for experts); parallel_state's groups by default.
+        pg_collection: `dp_cp` is reduced over (`expt_dp` for experts), with several optimizer instances `intra_dp_cp` and then
+            `inter_dist_opt` (`intra_expt_dp` and `inter_expt_dp`); parallel_state's groups by default.
+
+    Experts' gradients are summed over fewer ranks, and scaled as the others are: what their tokens on all data-parallel ranks give was
+    brought to them already.
     """
 
     def __init__(
@@ -82,20 +101,25 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
-        pg_collection = default_pg_collection(pg_collection)
-        self.dp_cp_group = pg_collection.dp_cp
-        self.expt_dp_group = pg_collection.expt_dp
+        groups = default_pg_collection(pg_collection)
+        self.dp_cp_group = groups.dp_cp
+        self.expt_dp_group = groups.expt_dp
+        instances = ddp_config.num_distributed_optimizer_instances > 1
+        # (ranks of a buffer's reduction within an optimizer instance, ranks of the same place in the others)
+        self._dense_ranks = (groups.intra_dp_cp, groups.inter_dist_opt) if instances else (groups.dp_cp, None)
+        self._expert_ranks = (groups.intra_expt_dp, groups.inter_expt_dp) if instances else (groups.expt_dp, None)
         self.is_last_microbatch = True
         self.grad_buffers = self._make_buffers(disable_bucketing)
-        self.bucket_groups = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
-        self._overlap = ddp_config.overlap_grad_reduce and any(get_pg_size(buffer.group) > 1 for buffer in self.grad_buffers)
-        self._readiness = [_BucketReadiness(buffer) for buffer in self.grad_buffers] if self._overlap else []
+        self._sequence = _reduction_order(self.grad_buffers, list(module.parameters()))
+        self.bucket_groups = [buffer.buckets[index] for buffer, index in self._sequence]
+        self._overlap = ddp_config.overlap_grad_reduce and any(buffer.num_ranks > 1 for buffer in self.grad_buffers)
+        self._readiness = _BucketReadiness(self._sequence) if self._overlap else None
         self._param_gather = (
             ParamGather(self.grad_buffers, module, ddp_config.overlap_param_gather) if ddp_config.use_distributed_optimizer else None
         )
-        for number, buffer in enumerate(self.grad_buffers):
+        for buffer in self.grad_buffers:
             for param in buffer.params:
-                param.grad_ready = self._grad_ready_function(param, number)  # type: ignore[attr-defined]
+                param.grad_ready = self._grad_ready_function(param)  # type: ignore[attr-defined]
                 param.register_post_accumulate_grad_hook(_move_to_main_grad)
 
     def _make_buffers(self, disable_bucketing: bool) -> list[ParamAndGradBuffer]:
@@ -108,17 +132,19 @@ class DistributedDataParallel(nn.Module):
         dense_size = get_pg_size(self.dp_cp_group)
         per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
         buffers = []
-        for (_, grad_dtype, is_expert), params in group_params(named, grad_dtype_of).items():
-            group = self.expt_dp_group if is_expert else self.dp_cp_group
+        for (_, grad_dtype, of_experts), params in group_params(named, grad_dtype_of).items():
+            group, instance_group = self._expert_ranks if of_experts else self._dense_ranks
+            num_ranks = get_pg_size(group) * get_pg_size(instance_group)
             numel = sum(param.numel() for _, param in params)
             bucket_size = ddp_config.bucket_size or default_bucket_size(dense_size)
             if ddp_config.num_buckets is not None:
                 bucket_size = -(-numel // ddp_config.num_buckets)
-            # The mean is over all data, also for experts, whose group is smaller by the expert-parallel size. Only NCCL can average.
+            # Only NCCL can average. The mean is over all data, also for experts, which fewer ranks sum.
             average = (
                 ddp_config.average_in_collective
+                and not ddp_config.reduce_scatter_with_fp32_accumulation
                 and not per_token
-                and get_pg_size(group) == dense_size > 1
+                and num_ranks > 1
                 and device.on_accelerator(params[0][1])
             )
             buffers.append(
@@ -127,20 +153,31 @@ class DistributedDataParallel(nn.Module):
                     grad_dtype,
                     group,
                     None if disable_bucketing else bucket_size,
-                    scale=1.0 if per_token or average else 1.0 / dense_size,
+                    scale=1.0 if per_token else (num_ranks if average else 1.0) / dense_size,
                     average_in_collective=average,
                     count_nonfinite=ddp_config.check_for_nan_in_grad or ddp_config.check_for_large_grads,
                     count_large=ddp_config.check_for_large_grads,
                     high_bandwidth_padding=ddp_config.pad_buckets_for_high_nccl_busbw,
                     distributed=ddp_config.use_distributed_optimizer,
+                    instance_group=instance_group,
+                    sum_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
                 )
             )
         return buffers
 
-    def _grad_ready_function(self, param: nn.Parameter, number: int) -> Callable[[], None]:
+    @property
+    def dense_shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which a distributed optimizer spreads what is not an expert's."""
+        return self._dense_ranks[0]
+
+    @property
+    def expert_shard_group(self) -> dist.ProcessGroup | None:
+        return self._expert_ranks[0]
+
+    def _grad_ready_function(self, param: nn.Parameter) -> Callable[[], None]:
         def grad_ready() -> None:
-            if self._overlap and self.is_last_microbatch:
-                self._readiness[number].ready(param)
+            if self._readiness is not None and self.is_last_microbatch:
+                self._readiness.ready(param)
 
         return grad_ready
 
@@ -160,23 +197,26 @@ class DistributedDataParallel(nn.Module):
         """Begin a step. Gradients are not cleared but overwritten by their first writer."""
         for buffer in self.grad_buffers:
             buffer.reset()
-        for readiness in self._readiness:
-            readiness.reset()
+        if self._readiness is not None:
+            self._readiness.reset()
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start the reductions that were not started yet; in the background with overlap_grad_reduce."""
-        for buffer in self.grad_buffers:
-            for index, bucket in enumerate(buffer.buckets):
-                if not bucket.dispatched:
-                    buffer.reduce_bucket(index, async_op=self._overlap)
+        """Start the reductions that were not started yet; in the background with overlap_grad_reduce.
+
+        A schedule calls it after the chunk's last backward of a step: a bucket that still waits for experts without tokens must not keep
+        this rank's other chunks from the order in which all ranks reduce.
+        """
+        for buffer, index in self._sequence:
+            if not buffer.buckets[index].dispatched:
+                buffer.reduce_bucket(index, async_op=self._overlap)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete the step's reduction; main_grad of parameters that took no part is zero. Does nothing the second time."""
         self.start_grad_sync()
         for buffer in self.grad_buffers:
             buffer.wait()
-        for readiness in self._readiness:
-            readiness.finish()
+        if self._readiness is not None:
+            self._readiness.finish()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
         """Collect the parameters that the ranks updated, with the distributed optimizer; nothing to do otherwise.
@@ -201,8 +241,7 @@ class DistributedDataParallel(nn.Module):
     def broadcast_params(self) -> None:
         """Give every data-parallel rank the values of the first."""
         for param in self.module.parameters():
-            is_expert = getattr(getattr(param, "sharding", None), "is_expert", False)
-            group = self.expt_dp_group if is_expert else self.dp_cp_group
+            group = self.expt_dp_group if is_expert(param) else self.dp_cp_group
             if get_pg_size(group) > 1:
                 dist.broadcast(param.detach(), src=dist.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
 
@@ -233,6 +272,17 @@ class DistributedDataParallel(nn.Module):
             raise ValueError("load_state_dict(assign=True) would replace the parameters that the gradient buffers belong to")
         self.finish_param_sync()
         return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def _reduction_order(buffers: list[ParamAndGradBuffer], params: list[nn.Parameter]) -> list[tuple[ParamAndGradBuffer, int]]:
+    """All buckets as (buffer, index), in about the order in which backward fills them: by the first registered of their parameters."""
+    registered = {id(param): place for place, param in enumerate(params)}
+    found = [
+        (-min(registered[id(param)] for param in bucket.params), buffer, index)
+        for buffer in buffers
+        for index, bucket in enumerate(buffer.buckets)
+    ]
+    return [(buffer, index) for _, buffer, index in sorted(found, key=lambda entry: entry[0])]
 
 
 def _move_to_main_grad(param: torch.Tensor) -> None:

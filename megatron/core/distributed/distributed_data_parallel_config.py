@@ -17,6 +17,13 @@ _USED = (
     "num_buckets",
     "pad_buckets_for_high_nccl_busbw",
     "average_in_collective",
+    "num_distributed_optimizer_instances",
+    "reduce_scatter_with_fp32_accumulation",
+)
+# Read by nobody, and rightly: the same is computed whatever they are.
+ANY_VALUE = (
+    "align_param_gather",  # every stage gathers as it needs to
+    "gradient_reduce_div_fusion",  # a bucket is divided in one pass before its reduction, or by the collective
 )
 
 
@@ -37,6 +44,8 @@ class DistributedDataParallelConfig:
     use_distributed_optimizer: bool = False
     """Each data-parallel rank reduces and updates its part of every bucket; parameters are gathered after the update."""
     num_distributed_optimizer_instances: int = 1
+    """With use_distributed_optimizer: data-parallel ranks form so many instances. State is spread over the ranks of each; gradients are
+    reduced within an instance, then over the instances, so that less crosses slow links; parameters are gathered within it."""
     check_for_nan_in_grad: bool = False
     """Count non-finite local gradients before they are reduced, on the device, so that the rank can be named (nonfinite_report)."""
     check_for_large_grads: bool = False
@@ -48,6 +57,7 @@ class DistributedDataParallelConfig:
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to a multiple of 65536 elements too."""
     reduce_scatter_with_fp32_accumulation: bool = False
+    """With use_distributed_optimizer and 16-bit gradients: ranks exchange them as they are, and add them up in fp32."""
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     average_in_collective: bool = False
     """Let the collective average (NCCL) instead of scaling before a sum."""
@@ -86,6 +96,15 @@ class DistributedDataParallelConfig:
                 found.append(f"{name} is {value}: it must be at least 1, or None for the default")
         if self.bucket_size is not None and self.num_buckets is not None:
             found.append(f"bucket_size {self.bucket_size} and num_buckets {self.num_buckets} were both given: keep one of them")
+        if self.num_distributed_optimizer_instances < 1:
+            found.append(f"num_distributed_optimizer_instances {self.num_distributed_optimizer_instances} must be at least 1")
+        if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
+            found.append(
+                f"num_distributed_optimizer_instances {self.num_distributed_optimizer_instances} needs use_distributed_optimizer: turn "
+                "that on, or leave it at 1"
+            )
+        if self.reduce_scatter_with_fp32_accumulation and not self.use_distributed_optimizer:
+            found.append("reduce_scatter_with_fp32_accumulation needs use_distributed_optimizer: turn that on; all-reduces sum as they do")
         for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
             if self.overlap_param_gather and not getattr(self, name):
                 found.append(f"overlap_param_gather needs {name}: turn that on, or overlap_param_gather off")
@@ -96,4 +115,4 @@ class DistributedDataParallelConfig:
             raise ValueError("\n".join(found))
 
 
-UNBUILT = unbuilt_fields(DistributedDataParallelConfig, _USED)
+UNBUILT = unbuilt_fields(DistributedDataParallelConfig, _USED + ANY_VALUE)

@@ -43,7 +43,10 @@ def _sum_partial_gradients(params: Iterable[torch.nn.Parameter], pg_collection: 
     """Add up gradients of which each rank of an axis holds a part, as the sharding records say; one collective an axis and dtype."""
     parts: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
     for param in params:
-        for axis in getattr(getattr(param, "sharding", None), "grad_partial", ()):
+        sharding: Any = getattr(param, "sharding", None)
+        for axis in getattr(sharding, "grad_partial", ()):
+            if axis == "tp" and sharding.is_expert:
+                axis = "expt_tp"
             if get_pg_size(getattr(pg_collection, axis)) > 1:
                 grad = param.main_grad  # type: ignore[attr-defined]
                 parts.setdefault((axis, grad.dtype), []).append(grad)

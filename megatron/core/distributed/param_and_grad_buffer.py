@@ -2,12 +2,14 @@
 
 Layout (checkpoints of the distributed optimizer depend on it): parameters in reverse order of registration, because backward fills them
 in about that order; each starts at a multiple of 64 elements; a bucket ends at a multiple of the data-parallel size and of 128 elements.
-Of each bucket the distributed optimizer gives rank r the r-th of data-parallel-size equal parts.
+Of each bucket the distributed optimizer gives rank r the r-th of data-parallel-size equal parts. With several optimizer instances both
+sizes are those of one instance.
 """
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,9 +107,25 @@ class GradBucket:
         self.params = params
         self.grad_data = grad_data  # a flat view, padding included
         self.param_data = param_data  # likewise, with the distributed optimizer
-        self.work: dist.Work | None = None
+        self.work: Any = None  # of a reduction that goes on in the background: has wait()
         self.gather_work: dist.Work | None = None
         self.dispatched = False
+
+
+class _SumInFp32:
+    """A reduce-scatter whose sum is made in fp32: the ranks exchange their parts, and each adds up its own.
+
+    It moves what a reduce-scatter in the gradients' dtype does, without rounding after every addition.
+    """
+
+    def __init__(self, own_part: torch.Tensor, data: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self.own_part = own_part
+        self.parts = torch.empty_like(data)
+        self.work = dist.all_to_all_single(self.parts, data, group=group, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.own_part.copy_(self.parts.view(-1, self.own_part.numel()).sum(dim=0, dtype=torch.float32))
 
 
 class ParamAndGradBuffer:
@@ -116,13 +134,15 @@ class ParamAndGradBuffer:
     Args:
         params: (name, parameter) in registration order.
         grad_dtype: dtype of the gradients.
-        group: the ranks to reduce over; None means alone.
+        group: the ranks to reduce over (of one optimizer instance); None means alone.
         bucket_size: see compute_buffer_layout.
         scale: factor on the local gradients before they are summed (1 / data-parallel size for a mean).
         average_in_collective: let NCCL average; then `scale` is the factor beyond the mean.
         count_nonfinite: keep, on the device, how often each local gradient was not finite before its reduction.
         distributed: reduce-scatter instead of all-reduce: of each bucket only this rank's part is reduced. Parameters move into a
             contiguous buffer of the same layout, so that their updated parts can be gathered in place.
+        instance_group: with `distributed`, the ranks of the other optimizer instances that have the same part: it is summed over them too.
+        sum_in_fp32: with `distributed` and gradients of 16 bits: see _SumInFp32.
 
     Sets `main_grad` (a view with the parameter's shape) and `main_grad_filled` (False) on each parameter.
     """
@@ -140,9 +160,15 @@ class ParamAndGradBuffer:
         count_large: bool = False,
         high_bandwidth_padding: bool = False,
         distributed: bool = False,
+        instance_group: dist.ProcessGroup | None = None,
+        sum_in_fp32: bool = False,
     ) -> None:
+        assert distributed or instance_group is None, "only the distributed optimizer has instances"
         self.group = group
+        self.instance_group = instance_group
         self.distributed = distributed
+        self.sum_in_fp32 = sum_in_fp32 and distributed and grad_dtype.itemsize < 4
+        self._within_instance: list[GradBucket] = []  # reduced there, not yet over the instances
         self.scale = scale
         self.average_in_collective = average_in_collective
         self.largest_norm = LARGE_GRAD_NORM if count_large else torch.inf
@@ -202,19 +228,50 @@ class ParamAndGradBuffer:
         assert not bucket.dispatched
         bucket.dispatched = True
         self.zero_unfilled(bucket.params)
-        if get_pg_size(self.group) == 1:
-            return
-        if self.nonfinite_counts is not None:
+        if self.num_ranks > 1 and self.nonfinite_counts is not None:
             norms = torch.stack(torch._foreach_norm([param.main_grad for param in bucket.params])).float()  # type: ignore[attr-defined]
             self.nonfinite_counts[index] += ~(norms <= self.largest_norm) | ~norms.isfinite()
-        if self.scale != 1.0:
+        if self.scale != 1.0:  # experts on expert-parallel ranks of their own have it without anybody to sum with
             bucket.grad_data.mul_(self.scale)
-        op = dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
-        if self.distributed:
-            work = dist.reduce_scatter_tensor(self.own_part(bucket.grad_data), bucket.grad_data, op=op, group=self.group, async_op=async_op)
-        else:
-            work = dist.all_reduce(bucket.grad_data, op=op, group=self.group, async_op=async_op)
-        bucket.work = work if async_op else None
+        if get_pg_size(self.group) > 1:
+            work = self._reduce(bucket, async_op)
+            bucket.work = work if async_op else None
+        if get_pg_size(self.instance_group) > 1:
+            self._reduce_over_instances(async_op)
+            self._within_instance.append(bucket)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks whose gradients are summed."""
+        return get_pg_size(self.group) * get_pg_size(self.instance_group)
+
+    @property
+    def _op(self) -> Any:
+        return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
+
+    def _reduce(self, bucket: GradBucket, async_op: bool) -> Any:
+        if not self.distributed:
+            return dist.all_reduce(bucket.grad_data, op=self._op, group=self.group, async_op=async_op)
+        own = self.own_part(bucket.grad_data)
+        if not self.sum_in_fp32:
+            return dist.reduce_scatter_tensor(own, bucket.grad_data, op=self._op, group=self.group, async_op=async_op)
+        work = _SumInFp32(own, bucket.grad_data, self.group)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _reduce_over_instances(self, async_op: bool) -> None:
+        """Sum over the instances the parts of buckets that were reduced within this one.
+
+        Called when the next bucket is on its way: so the device waits for a reduce-scatter that is likely over, and all ranks issue these
+        sums in one order.
+        """
+        while self._within_instance:
+            bucket = self._within_instance.pop(0)
+            if bucket.work is not None:
+                bucket.work.wait()
+            work = dist.all_reduce(self.own_part(bucket.grad_data), op=self._op, group=self.instance_group, async_op=async_op)
+            bucket.work = work if async_op else None
 
     def own_part(self, bucket_data: torch.Tensor) -> torch.Tensor:
         """Of a bucket's flat data the part that this rank reduces and updates."""
@@ -240,6 +297,7 @@ class ParamAndGradBuffer:
 
     def wait(self) -> None:
         """Make all reductions that were started precede what follows."""
+        self._reduce_over_instances(async_op=True)
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.distributed.distributed_data_parallel import is_expert
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, shard_params
 from megatron.core.optimizer.fused_optimizers import FusedAdam, FusedOptimizer, FusedSGD
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer, OptimizedParam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
-from megatron.core.utils import get_pg_size, strip_wrapper_prefix
+from megatron.core.utils import strip_wrapper_prefix
 
 __all__ = ["DistributedOptimizer", "MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
 
@@ -46,16 +47,19 @@ def named_trainable_params(model_chunks: Sequence[nn.Module]) -> list[tuple[str,
 
 
 def _param_groups(config: OptimizerConfig, params: list[OptimizedParam]) -> tuple[list[dict[str, Any]], list[OptimizedParam]]:
-    """Groups for the inner optimizer and the parameters in their order: with weight decay first, the default learning rate first."""
-    by_kind: dict[tuple[bool, bool], list[OptimizedParam]] = {}
+    """Groups for the inner optimizer and the parameters in their order: with weight decay first, the default learning rate first.
+
+    Experts have groups of their own, wherever they are: so a checkpoint has the same groups whatever the layout.
+    """
+    by_kind: dict[tuple[bool, bool, bool], list[OptimizedParam]] = {}
     for entry in params:
         plain_name = entry.name.partition(".")[2] if entry.name.startswith("model") and entry.name[5:6].isdigit() else entry.name
         decays = has_weight_decay(plain_name, entry.model_param, config.apply_wd_to_qk_layernorm)
         decoupled = config.decoupled_lr is not None and is_embedding_or_output(plain_name, entry.model_param)
-        by_kind.setdefault((not decays, decoupled), []).append(entry)
+        by_kind.setdefault((not decays, decoupled, is_expert(entry.model_param)), []).append(entry)
     groups = []
     ordered: list[OptimizedParam] = []
-    for (no_decay, decoupled), entries in sorted(by_kind.items()):
+    for (no_decay, decoupled, of_experts), entries in sorted(by_kind.items()):
         wd_mult = 0.0 if no_decay else 1.0
         max_lr = config.decoupled_lr if decoupled else config.lr
         min_lr = config.decoupled_min_lr if decoupled and config.decoupled_min_lr is not None else config.min_lr
@@ -66,7 +70,7 @@ def _param_groups(config: OptimizerConfig, params: list[OptimizedParam]) -> tupl
             "wd_mult": wd_mult,
             "lr_mult": 1.0,
             "is_decoupled_lr": decoupled,
-            "is_expert_parallel": False,
+            "is_expert_parallel": of_experts,
         }
         if decoupled:
             # only here: other groups must follow the scheduler, whose limits a checkpoint may have set
@@ -112,7 +116,7 @@ def get_megatron_optimizer(
 
     Args:
         model_chunks: DistributedDataParallel chunks (their main_grad is used), or plain modules (their grad is).
-        pg_collection: `mp`, `tp`, `pp`, `ep`, `dp_cp` are read; parallel_state's groups by default.
+        pg_collection: `mp`, `tp`, `pp`, and of experts `tp_ep_pp`, `expt_tp`, are read; parallel_state's groups by default.
     Raises ValueError for what is not built, a missing learning rate, or a model without trainable parameters.
     """
     if config_overrides or dump_param_to_param_group_map:
@@ -125,8 +129,6 @@ def get_megatron_optimizer(
     named = named_trainable_params(model_chunks)
     if not named:
         raise ValueError("the model has no trainable parameter")
-    if get_pg_size(pg_collection.ep) > 1 and any(getattr(getattr(p, "sharding", None), "is_expert", False) for _, p in named):
-        raise ValueError("an optimizer for experts spread over expert-parallel ranks is not built yet; use expert parallel size 1")
     if any(param.dtype == torch.float16 for _, param in named) and not config.fp16:
         raise ValueError("the model has fp16 parameters but OptimizerConfig.fp16 is False: set it, fp16 needs loss scaling")
     entries: list[OptimizedParam]

@@ -1,6 +1,7 @@
 """Norms over the whole model, each parameter counted once whatever the layout; on the device, without waiting for it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,38 +37,55 @@ def counted_parts(sharding: Any, tp_size: int, tp_rank: int, is_shared_copy: boo
     return parts
 
 
+@dataclass(frozen=True)
+class NormGroups:
+    """The ranks over which a kind of parameters (dense ones, or experts) is spread; a group not given is None, "alone".
+
+    mp: those that together hold the parameters once (tensor x pipeline; of experts also expert parallel). tp: of them those that share
+    each tensor. shard: those that share each rank's part, with the distributed optimizer.
+    """
+
+    mp: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
+    shard: dist.ProcessGroup | None = None
+
+    def to_sum_over(self) -> list[dist.ProcessGroup]:
+        return [group for group in (self.shard, self.mp) if group is not None and get_pg_size(group) > 1]
+
+
 class NormPlan:
     """How the tensors of parameters (gradients, or the parameters themselves) are cut in pieces and which pieces count.
 
     Args:
         named_params: (name, model parameter with its `sharding` record).
-        mp_group: the model-parallel ranks (tensor x pipeline) that together hold the model once; None means alone.
+        dense, experts: where the two kinds of parameters are spread.
+        pp_group: stages; where one of them has experts all must make the plan with `experts` (they agree on it here).
         ranges: for each parameter the [start, end) of its flattened elements that this rank has, where they are spread over the
-            data-parallel ranks `shard_group` too; the tensors are then these parts, flat.
+            data-parallel ranks of `shard` too; the tensors are then these parts, flat.
     """
 
     def __init__(
         self,
         named_params: Sequence[tuple[str, torch.Tensor]],
-        mp_group: dist.ProcessGroup | None = None,
-        tp_group: dist.ProcessGroup | None = None,
+        dense: NormGroups = NormGroups(),
         pp_group: dist.ProcessGroup | None = None,
         ranges: Sequence[tuple[int, int]] | None = None,
-        shard_group: dist.ProcessGroup | None = None,
+        experts: NormGroups = NormGroups(),
     ) -> None:
-        self._groups = [group for group in (shard_group, mp_group) if get_pg_size(group) > 1]
         device = named_params[0][1].device
         self._piece_size = _CPU_PIECE if device.type == "cpu" else None
         self._cuts: list[list[tuple[int, int, int] | None]] = []  # for each parameter: (dim, start, length), or all of it
         owners: list[int] = []
-        counted: list[bool] = []
+        weights: list[list[float]] = [[], []]  # of each piece in the sums over dense parameters and over experts
+        of_experts = [bool(getattr(getattr(param, "sharding", None), "is_expert", False)) for _, param in named_params]
         for index, (name, param) in enumerate(named_params):
             sharding: Any = getattr(param, "sharding", None)
+            tp = (experts if of_experts[index] else dense).tp
             owner = getattr(sharding, "shared_with", None)
             is_copy = get_pg_size(pp_group) > 1 and owner is not None and not name.endswith(owner)
             cuts: list[tuple[int, int, int] | None] = []
-            for part in counted_parts(sharding, get_pg_size(tp_group), get_pg_rank(tp_group), is_copy):
-                cut = None if isinstance(part, bool) else (sharding.split_dim, part[0], part[1])
+            for part in counted_parts(sharding, get_pg_size(tp), get_pg_rank(tp), is_copy):
+                cut = None if isinstance(part, bool) else (sharding.split_dim + sharding.expert_dims, part[0], part[1])
                 tensor = param.detach()
                 if ranges is not None:
                     start, end = ranges[index]
@@ -78,12 +96,24 @@ class NormPlan:
                 pieces = len(self._split(tensor, cut))
                 cuts.append(cut)
                 owners += [index] * pieces
-                counted += [part if isinstance(part, bool) else part[2]] * pieces
+                weight = float(part if isinstance(part, bool) else part[2])
+                weights[of_experts[index]] += [weight] * pieces
+                weights[not of_experts[index]] += [0.0] * pieces
             self._cuts.append(cuts)
         self.num_params = len(named_params)
         self.owners = torch.tensor(owners, dtype=torch.int64, device=device)
-        self.counted = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=device)
         self.device = device
+        self._sums: list[tuple[torch.Tensor, list[dist.ProcessGroup]]] = [
+            (torch.tensor(weight, dtype=torch.float64, device=device), groups.to_sum_over())
+            for weight, groups in zip(weights, (dense, experts) if self._any_experts(any(of_experts), pp_group) else (dense,))
+        ]
+
+    def _any_experts(self, here: bool, pp_group: dist.ProcessGroup | None) -> bool:
+        """Whether a stage of the pipeline has experts: then all its ranks take part in their sum."""
+        found = torch.tensor(float(here), device=self.device)
+        if get_pg_size(pp_group) > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=pp_group)
+        return bool(found.item())
 
     def _split(self, tensor: torch.Tensor, cut: tuple[int, int, int] | None) -> Sequence[torch.Tensor]:
         part = tensor if cut is None else tensor.narrow(*cut)
@@ -95,10 +125,14 @@ class NormPlan:
         return [piece for tensor, cuts in zip(tensors, self._cuts, strict=True) for cut in cuts for piece in self._split(tensor, cut)]
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
-        total = (values if self.counted is None else values * self.counted).sum()
-        for group in self._groups:
-            dist.all_reduce(total, group=group)
-        return total
+        """The sum of the pieces' values over all ranks. A value that is not finite makes it so, counted or not: 0 * nan is nan."""
+        totals = []
+        for weights, groups in self._sums:
+            total = (values * weights).sum()
+            for group in groups:
+                dist.all_reduce(total, group=group)
+            totals.append(total)
+        return torch.stack(totals).sum()
 
     @torch.no_grad()
     def norm(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

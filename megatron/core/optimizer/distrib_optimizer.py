@@ -2,7 +2,8 @@
 
 The parts are those of the buffers' layout (distributed/param_and_grad_buffer.py): flat runs of elements, whose ends may lie inside a
 parameter. Gradients arrive by reduce-scatter; after the update the parameters are gathered in their own dtype (ZeRO stage 1,
-https://arxiv.org/abs/1910.02054).
+https://arxiv.org/abs/1910.02054). Experts are spread over the ranks that hold the same experts. With several optimizer instances each
+instance's ranks keep all parts among themselves, and all instances make the same update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.optimizer.clip_grads import NormPlan
+from megatron.core.distributed.distributed_data_parallel import is_expert
+from megatron.core.optimizer.clip_grads import NormGroups, NormPlan
 from megatron.core.optimizer.optimizer import MegatronOptimizer, OptimizedParam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_size
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -26,11 +28,13 @@ _HALF = (torch.float16, torch.bfloat16)
 class ShardedParam(OptimizedParam):
     """A parameter of which this rank updates the flattened elements [start, end); start == end when none.
 
+    replica: of the optimizer instances, which all have these elements, the number of this one.
     model_shard, grad_shard: these elements in the parameter and gradient buffers. main_param: model_shard itself, or its fp32 copy.
     """
 
     start: int
     end: int
+    replica: int
     model_shard: torch.Tensor
     grad_shard: torch.Tensor
 
@@ -59,12 +63,13 @@ def shard_params(config: OptimizerConfig, named: Sequence[tuple[str, nn.Paramete
             for slot, param in zip(buffer.layout.params, buffer.params, strict=True):
                 start, end = buffer.own_range(slot)
                 place = slice(slot.start + start, slot.start + end)
-                found[id(param)] = (start, end, buffer.param_data[place], buffer.grad_data[place])
+                replica = get_pg_rank(buffer.instance_group)
+                found[id(param)] = (start, end, replica, buffer.param_data[place], buffer.grad_data[place])
     entries = []
     for name, param in named:
-        start, end, model_shard, grad_shard = found[id(param)]
+        start, end, replica, model_shard, grad_shard = found[id(param)]
         main = model_shard.float() if param.dtype in _HALF else model_shard
-        entries.append(ShardedParam(name, param, main, start, end, model_shard, grad_shard))
+        entries.append(ShardedParam(name, param, main, start, end, replica, model_shard, grad_shard))
     return entries
 
 
@@ -74,15 +79,18 @@ class DistributedOptimizer(MegatronOptimizer):
     params: list[ShardedParam]  # type: ignore[assignment]
     state_kind = "fully_reshardable"
 
-    def __init__(self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any) -> None:
-        self.shard_group = (pg_collection or ProcessGroupCollection()).dp_cp
-        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+    def __init__(self, *args: Any, model_chunks: Sequence[Any], **kwargs: Any) -> None:
+        # the ranks over which dense parameters, and experts, are spread: of one optimizer instance
+        self.shard_groups = (model_chunks[0].dense_shard_group, model_chunks[0].expert_shard_group)
+        super().__init__(*args, model_chunks=model_chunks, **kwargs)
         self._by_param = {id(entry.model_param): entry for entry in self.params}
 
     def _make_norm_plan(self, groups: ProcessGroupCollection) -> NormPlan:
         named = [(entry.name, entry.model_param) for entry in self.params]
         ranges = [(entry.start, entry.end) for entry in self.params]
-        return NormPlan(named, groups.mp, groups.tp, groups.pp, ranges, groups.dp_cp)
+        dense = NormGroups(groups.mp, groups.tp, self.shard_groups[0])
+        experts = NormGroups(groups.tp_ep_pp, groups.expt_tp, self.shard_groups[1])
+        return NormPlan(named, dense, groups.pp, ranges, experts)
 
     def prepare_grads(self) -> list[torch.Tensor]:
         """This rank's parts of the gradients, in the main parameters' dtypes and order."""
@@ -100,8 +108,12 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def nonfinite_report(self) -> list[tuple[str, int]]:
         """As its base, over all data-parallel ranks' parts: a collective."""
-        if get_pg_size(self.shard_group) > 1:
-            dist.all_reduce(self._nonfinite_counts, op=dist.ReduceOp.MAX, group=self.shard_group)
+        for of_experts, group in enumerate(self.shard_groups):
+            places = [place for place, entry in enumerate(self.params) if is_expert(entry.model_param) == bool(of_experts)]
+            if places and get_pg_size(group) > 1:
+                counts = self._nonfinite_counts[places]
+                dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+                self._nonfinite_counts[places] = counts
         return super().nonfinite_report()
 
     # --- checkpoints ---
@@ -109,6 +121,9 @@ class DistributedOptimizer(MegatronOptimizer):
     def shard_range(self, param: nn.Parameter) -> tuple[int, int] | None:
         entry = self._by_param[id(param)]
         return entry.start, entry.end
+
+    def shard_replica(self, param: nn.Parameter) -> int:
+        return self._by_param[id(param)].replica
 
     def model_sharded_state(self, kind: str = "fully_reshardable") -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
         """(record of the parameter table, {state name: flat tensor of the elements that `shard_range` says}); the main one is `param`.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.optimizer.clip_grads import NormPlan, clip_coefficient
+from megatron.core.optimizer.clip_grads import NormGroups, NormPlan, clip_coefficient
 from megatron.core.optimizer.fused_optimizers import FusedOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -49,7 +49,7 @@ class MegatronOptimizer:
         params: in the order of the optimizer's groups.
         model_chunks: whose parameters they are, for checkpoints.
         grad_scaler: None without loss scaling.
-        pg_collection: `mp`, `tp`, `pp` are used.
+        pg_collection: `mp`, `tp`, `pp` are used, and of experts `tp_ep_pp`, `expt_tp`.
 
     A step with a gradient that is not finite changes nothing (parameters, moments, step count), decided on the device. Counters there:
     `num_skipped` (overflows under loss scaling, and norms above grad_norm_skip_threshold) and `num_nan` (non-finite without it).
@@ -82,7 +82,9 @@ class MegatronOptimizer:
         init_state_fn(optimizer)
 
     def _make_norm_plan(self, groups: ProcessGroupCollection) -> NormPlan:
-        return NormPlan([(entry.name, entry.model_param) for entry in self.params], groups.mp, groups.tp, groups.pp)
+        named = [(entry.name, entry.model_param) for entry in self.params]
+        experts = NormGroups(groups.tp_ep_pp, groups.expt_tp)
+        return NormPlan(named, NormGroups(groups.mp, groups.tp), groups.pp, experts=experts)
 
     # --- a step ---
 
@@ -203,6 +205,10 @@ class MegatronOptimizer:
         """[start, end) of the flattened parameter that the state's tensors are for; None: all of it, in the parameter's shape."""
         return None
 
+    def shard_replica(self, param: nn.Parameter) -> int:
+        """Which this is of the ranks that keep the same elements of `shard_range`; the first one's are stored."""
+        return 0
+
     def model_sharded_state(self, kind: str = "plain") -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
         """(record of the parameter table, {state name: tensor of the parameter's local shape, `fp32_param` where there is a copy}).
 
@@ -236,12 +242,14 @@ class MegatronOptimizer:
         saved = {group_identity(group): group for group in groups}
         for group in self.param_groups:
             identity = group_identity(group)
-            if identity not in saved:
+            # Experts step with the others: a checkpoint whose experts were in the dense group says the same.
+            found = saved.get(identity) or saved.get(group_identity({**group, "is_expert_parallel": False}))
+            if found is None:
                 raise ValueError(
                     f"the checkpoint's optimizer has no parameter group with ({', '.join(_GROUP_IDENTITY)}) = {identity}; "
                     f"it has {list(saved)}. Give the settings that made it, or load without the optimizer (--no-load-optim)"
                 )
-            group["step"].fill_(float(saved[identity].get("step", 0)))
+            group["step"].fill_(float(found.get("step", 0)))
 
     def common_state_dict(self) -> dict[str, Any]:
         """What is not a tensor per parameter: groups with the step count, and the loss scale. Plain values."""

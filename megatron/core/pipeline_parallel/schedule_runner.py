@@ -40,10 +40,12 @@ def run_plan(
     work: StageWork,
     no_sync: Callable[[int], AbstractContextManager],
     communicator: Communicator | None = None,
+    grad_sync: Callable[[int], None] = lambda chunk: None,
 ) -> None:
     """Execute `plan`. `communicator` may be None for a plan without transfers.
 
-    All but a chunk's last backward (and W) run under `no_sync(chunk)`: gradients accumulate locally there.
+    All but a chunk's last backward (and W) run under `no_sync(chunk)`: gradients accumulate locally there. `grad_sync(chunk)` follows
+    its last.
     """
     plan = list(plan)
     split = any(step.kind is Kind.WEIGHT for step in plan)
@@ -73,5 +75,7 @@ def run_plan(
                 else:
                     gradient = received(step.kind, step)
                     outgoing[step.kind, chunk, microbatch] = work.backward(chunk, microbatch, gradient, split)
+            if step.last_backward and (step.kind is Kind.WEIGHT or not split):
+                grad_sync(chunk)
     if communicator is not None:
         communicator.finish()

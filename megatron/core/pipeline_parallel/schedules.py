@@ -180,7 +180,7 @@ def forward_backward_no_pipelining(
         collect_non_loss_data=collect_non_loss_data,
     )
     with torch.inference_mode() if forward_only else nullcontext():
-        run_plan(no_pipelining(num_microbatches, forward_only), stage, _no_sync_of(stage.config))
+        run_plan(no_pipelining(num_microbatches, forward_only), stage, _no_sync_of(stage.config), grad_sync=_grad_sync_of(stage.config))
     if not forward_only and stage.config.finalize_model_grads_func is not None:
         stage.config.finalize_model_grads_func([chunk], stage.num_tokens())
     return stage.reports
@@ -230,7 +230,7 @@ def forward_backward_pipelining(
     plan = pipeline_plans(config.pipeline_schedule, stages, len(chunks), num_microbatches, forward_only)[rank]
     with torch.inference_mode() if forward_only else nullcontext():
         communicator = P2PCommunicator(groups.pp, shape, config.pipeline_dtype or config.params_dtype)
-        run_plan(plan, stage, _no_sync_of(config), communicator)
+        run_plan(plan, stage, _no_sync_of(config), communicator, _grad_sync_of(config))
     if not forward_only and config.finalize_model_grads_func is not None:
         tokens = stage.num_tokens()
         if stage.per_token and tokens is None:
@@ -264,4 +264,12 @@ def _no_sync_of(config: Any) -> Callable[[int], AbstractContextManager]:
     functions = config.no_sync_func
     if functions is None:
         return lambda chunk: nullcontext()
+    return lambda chunk: (functions[chunk] if isinstance(functions, list | tuple) else functions)()
+
+
+def _grad_sync_of(config: Any) -> Callable[[int], None]:
+    """What starts the reductions of a chunk's gradients that its backward has not started."""
+    functions = config.grad_sync_func
+    if functions is None:
+        return lambda chunk: None
     return lambda chunk: (functions[chunk] if isinstance(functions, list | tuple) else functions)()

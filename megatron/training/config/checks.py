@@ -235,6 +235,11 @@ def check_distribution(args: Args) -> Iterator[Problem]:
     for dest in ("use_distributed_optimizer", "overlap_grad_reduce"):
         if args.overlap_param_gather and not getattr(args, dest):
             yield problem(args, "overlap_param_gather", f"needs {name_of(dest)}", name_of(dest))
+    if args.ddp_bucket_size is not None and args.ddp_num_buckets is not None:
+        yield problem(args, "ddp_num_buckets", "excludes --ddp-bucket-size: one follows from the other", "leave one out")
+    if args.ddp_reduce_scatter_with_fp32_accumulation and not args.use_distributed_optimizer:
+        rule = "needs --use-distributed-optimizer: only it reduce-scatters"
+        yield problem(args, "ddp_reduce_scatter_with_fp32_accumulation", rule, "--use-distributed-optimizer")
     if args.deterministic_mode and args.attention_backend == "fused":
         yield problem(args, "attention_backend", "cuDNN's kernel is not deterministic, and --deterministic-mode was given", "flash")
 
@@ -242,6 +247,10 @@ def check_distribution(args: Args) -> Iterator[Problem]:
 def check_precision(args: Args) -> Iterator[Problem]:
     if args.fp16 and args.bf16:
         yield Problem("--fp16", "", "excludes --bf16: one number format", "--bf16")
+    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
+        yield problem(
+            args, "grad_reduce_in_bf16", "excludes --accumulate-allreduce-grads-in-fp32: one format of gradients", "leave one out"
+        )
     if args.min_loss_scale > args.initial_loss_scale:
         yield problem(args, "min_loss_scale", f"must be at most --initial-loss-scale {args.initial_loss_scale:g}", 1.0)
 
@@ -270,6 +279,8 @@ def dropped_flags(args: Args) -> Iterator[str]:
         yield f"--manual-gc-interval {args.manual_gc_interval} has no effect without --manual-gc"
     if args.loss_scale is not None and not args.fp16:
         yield f"--loss-scale {args.loss_scale:g} has no effect without --fp16"
+    if args.grad_reduce_in_bf16 and not args.bf16:
+        yield "--grad-reduce-in-bf16 has no effect without --bf16"
     if args.timing_log_level == 2:
         yield "--timing-log-level 2 shows what 1 does, and timers of level 2 that the script itself starts"
     idle = [(dest, field) for dest, field in all_fields().items() if field.metadata["no_effect"]]

@@ -174,11 +174,52 @@ def _check_groups(args: Args, chunks: int) -> Iterator[Problem]:
             yield problem(args, "rampup_batch_size", rule, f"--rampup-batch-size {first} {step} {samples}")
 
 
+def check_instances(args: Args) -> Iterator[Problem]:
+    """Optimizer instances divide the data-parallel ranks, of dense layers and of experts."""
+    count = args.num_distributed_optimizer_instances
+    if count <= 1:
+        return
+    dest = "num_distributed_optimizer_instances"
+    if not args.use_distributed_optimizer:
+        yield problem(args, dest, "needs --use-distributed-optimizer: the instances are its own", "--use-distributed-optimizer")
+    replicas = data_parallel_size(args)
+    if replicas is None:
+        return
+    if replicas % count:
+        yield problem(args, dest, f"must divide the data-parallel size {replicas}", nearest_divisor(replicas, count))
+        return
+    part = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    expert_replicas, rest = divmod(args.world_size, part * args.pipeline_model_parallel_size)
+    if args.expert_model_parallel_size > 1 and not rest and expert_replicas % count:
+        rule = f"must divide the {expert_replicas} ranks that hold the same experts too"
+        yield problem(args, dest, rule, nearest_divisor(expert_replicas, count))
+
+
+def check_rank_order(args: Args) -> Iterator[Problem]:
+    """With pipeline stages inside of data-parallel ranks dense layers and experts must divide a stage into equally large parts."""
+    if not args.use_tp_pp_dp_mapping or not sensible(args) or args.pipeline_model_parallel_size == 1:
+        return
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = expert_tensor * args.expert_model_parallel_size
+    has_experts = args.expert_model_parallel_size > 1 or expert_tensor != args.tensor_model_parallel_size
+    if has_experts and dense != experts:
+        rule = (
+            f"gives dense layers (tensor {args.tensor_model_parallel_size} x context {args.context_parallel_size} = {dense}) and experts "
+            f"(tensor {expert_tensor} x expert {args.expert_model_parallel_size} = {experts}) different pipelines, unless both are equal"
+        )
+        yield problem(args, "use_tp_pp_dp_mapping", rule, "leave it out")
+
+
 def check_layout_built(args: Args) -> Iterator[Problem]:
     """The one place that refuses layouts whose code is not there yet; the arithmetic above holds without it."""
-    for dest in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if (getattr(args, dest) or 1) > 1 and args.provenance.get(dest) != "derived":
-            yield problem(args, dest, "this version does not divide a model that way yet; tensor, pipeline and data parallelism work", 1)
+    if args.context_parallel_size > 1:
+        yield problem(
+            args,
+            "context_parallel_size",
+            "this version does not divide a model that way yet; tensor, pipeline and data parallelism work",
+            1,
+        )
 
 
-RULES = (check_processes, check_tensor, check_context, check_pipeline, check_layout_built)
+RULES = (check_processes, check_tensor, check_context, check_pipeline, check_instances, check_rank_order, check_layout_built)

@@ -71,4 +71,7 @@ class PrecisionFlags:
     min_loss_scale: float = flag(1.0, "Smallest value of the dynamic loss scale.", above=0.0)
     loss_scale_window: float = flag(1000, "Good steps in a row before the dynamic loss scale doubles.", unit="iterations", minimum=1)
     hysteresis: int = flag(2, "Bad steps before the dynamic loss scale halves.", unit="iterations", minimum=1)
-    accumulate_allreduce_grads_in_fp32: bool = flag(False, "Gradients are summed in fp32; always so with --bf16.")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "Gradients are summed in fp32; always so with --bf16, unless --grad-reduce-in-bf16 is given."
+    )
+    grad_reduce_in_bf16: bool = flag(False, "With --bf16: gradients are kept and summed in bf16.")

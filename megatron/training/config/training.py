@@ -81,6 +81,43 @@ class DistributedFlags:
     overlap_param_gather: bool = flag(
         False, "With --use-distributed-optimizer and --overlap-grad-reduce: updated parameters are gathered while the forward pass runs."
     )
+    num_distributed_optimizer_instances: int = flag(
+        1,
+        "With --use-distributed-optimizer: the state is spread over the ranks of one of so many groups; gradients are reduced within a "
+        "group, then over the groups.",
+        minimum=1,
+    )
+    ddp_bucket_size: int | None = flag(
+        None,
+        "Gradients reduced together, at least. Default: 40 million, or 1 million x data-parallel size.",
+        unit="elements",
+        minimum=1,
+    )
+    ddp_num_buckets: int | None = flag(None, "Buckets of gradients, instead of --ddp-bucket-size.", minimum=1)
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, "Buckets of a multiple of 65536 elements, which NCCL moves fastest.")
+    ddp_average_in_collective: bool = flag(
+        False, "NCCL divides gradients by the data-parallel size; other backends divide before they sum."
+    )
+    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
+        False, "With --use-distributed-optimizer and 16-bit gradients: ranks exchange gradients, and add them up in fp32."
+    )
+    gradient_reduce_div_fusion: bool = flag(
+        True,
+        "Divide gradients in a pass of its own.",
+        names=("--no-gradient-reduce-div-fusion",),
+        no_effect="a bucket is divided in one pass before its reduction, or by NCCL",
+    )
+    align_grad_reduce: bool = flag(
+        True,
+        "Pipeline stages reduce gradients each for itself.",
+        no_effect="every stage reduces a bucket when it is full, and the rest after its last backward",
+    )
+    align_param_gather: bool = flag(
+        True,
+        "Pipeline stages gather parameters each for itself.",
+        names=("--no-align-param-gather",),
+        no_effect="every stage gathers when its update is done",
+    )
     distributed_timeout_minutes: int = flag(10, "After it a collective that hangs is an error.", unit="minutes", minimum=1)
     local_rank: int = flag(
         0, "Rank on this host, by old launchers: it chooses the GPU. LOCAL_RANK or SLURM_LOCALID of the environment wins.", minimum=0

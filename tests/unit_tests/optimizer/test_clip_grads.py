@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.optimizer.clip_grads import NormPlan, clip_coefficient, counted_parts
+from megatron.core.optimizer.clip_grads import NormGroups, NormPlan, clip_coefficient, counted_parts
 from megatron.core.tensor_parallel.param_sharding import ParamSharding, Segment, local_part
 from tests.distributed import run_on_ranks
 
@@ -85,7 +85,7 @@ def _tp_norm(poison):
         named.append((name, param))
     if poison and rank == 1:
         tensors["replicated"][0] = float("nan")  # a copy that does not count must gate all ranks too
-    plan = NormPlan(named, mp_group=world, tp_group=world)
+    plan = NormPlan(named, NormGroups(mp=world, tp=world))
     norm, nonfinite = plan.norm(list(tensors.values()))
     return norm.item(), nonfinite.tolist(), plan.count_zeros(list(tensors.values())).item()
 
@@ -108,7 +108,7 @@ def _tied_over_stages():
     name = "embedding.word_embeddings.weight" if dist.get_rank() == 0 else "output_layer.weight"
     param: Any = torch.nn.Parameter(torch.full((3, 3), 2.0))
     param.sharding = record((3, 3), 0, [(3, "tp")], shared_with="embedding.word_embeddings.weight")
-    return NormPlan([(name, param)], mp_group=world, pp_group=world).norm([param.detach()])[0].item()
+    return NormPlan([(name, param)], NormGroups(mp=world), world).norm([param.detach()])[0].item()
 
 
 def test_a_tied_parameter_on_two_stages_counts_once():

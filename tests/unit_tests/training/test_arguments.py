@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,8 +44,8 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--train-iters 10 --lr 3e-4 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer --use-distributed-optimizer --async-save "
         "--moe-router-load-balancing-type aux_loss --num-experts 8 "
-        "--deterministic-mode --num-distributed-optimizer-instances 2",
-        ["--async-save", "--num-distributed-optimizer-instances", "--moe-router-load-balancing-type", "--num-experts"],
+        "--deterministic-mode",
+        ["--async-save", "--moe-router-load-balancing-type", "--num-experts"],
     ),
 }  # fmt: skip
 
@@ -160,6 +163,14 @@ BAD_LAYOUT = [
     ("--tensor-model-parallel-size 2 --global-batch-size 6", 3,
      ["3 processes", "tensor 2 x pipeline 1 x context 1 = 2", "2 or 4 processes"]),
     ("--tensor-model-parallel-size 3 --global-batch-size 6", 3, ["--num-attention-heads 4", "--tensor-model-parallel-size 3"]),
+    ("--use-distributed-optimizer --num-distributed-optimizer-instances 3", 4, ["instances 3", "divide the data-parallel size 4"]),
+    ("--num-distributed-optimizer-instances 2", 4, ["needs --use-distributed-optimizer"]),
+    ("--use-distributed-optimizer --num-distributed-optimizer-instances 4 --expert-model-parallel-size 2", 4,
+     ["the 2 ranks", "same experts"]),
+    ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --expert-model-parallel-size 2", 4, ["different pipelines", "leave it out"]),
+    ("--ddp-bucket-size 5 --ddp-num-buckets 2", 1, ["excludes --ddp-bucket-size"]),
+    ("--ddp-reduce-scatter-with-fp32-accumulation", 2, ["needs --use-distributed-optimizer"]),
+    ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", 1, ["excludes --accumulate-allreduce-grads-in-fp32"]),
     ("--expert-model-parallel-size 2 --global-batch-size 6", 3, ["3 processes", "expert 2"]),
     ("--context-parallel-size 2 --seq-length 31", 2, ["--seq-length 31", "2 x --context-parallel-size 2 = 4", "--seq-length 32"]),
     ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size above 1"]),
@@ -245,7 +256,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
-    "--use-checkpoint-args", "--help", "--overlap-param-gather",
+    "--use-checkpoint-args", "--help", "--overlap-param-gather", "--ddp-reduce-scatter-with-fp32-accumulation",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 
@@ -258,6 +269,24 @@ def test_no_feature_fails_because_of_an_untouched_default(flag: str) -> None:
     arguments.optimizer_config_from_args(args)
     arguments.gpt_dataset_config_from_args(args, tokenizer=object())
     assert config.num_layers == 4
+
+
+def test_gradient_flags_reach_the_config() -> None:
+    def config(line: str) -> Any:
+        return arguments.ddp_config_from_args(checked([*TINY, *line.split()]))
+
+    spread = "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation --bf16"
+    assert not config(f"{spread} --grad-reduce-in-bf16").grad_reduce_in_fp32 and config(spread).grad_reduce_in_fp32
+    assert config(spread).reduce_scatter_with_fp32_accumulation
+    assert config("--ddp-bucket-size 500").bucket_size == 500 and config("--ddp-num-buckets 3").num_buckets == 3
+    assert config("--ddp-average-in-collective").average_in_collective and not config("").average_in_collective
+    assert config("--ddp-pad-buckets-for-high-nccl-busbw").pad_buckets_for_high_nccl_busbw
+    idle = "--no-align-grad-reduce --no-align-param-gather --no-gradient-reduce-div-fusion"
+    assert config(idle) == replace(config(""), gradient_reduce_div_fusion=False, align_param_gather=False)
+    with mock.patch.dict("os.environ", WORLD_SIZE="4"):
+        assert config("--use-distributed-optimizer --num-distributed-optimizer-instances 2").num_distributed_optimizer_instances == 2
+    (note,) = checked([*TINY, "--grad-reduce-in-bf16"]).notes
+    assert "no effect without --bf16" in note
 
 
 def test_configs_carry_the_flags() -> None:
