@@ -18,6 +18,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
 
@@ -67,16 +68,13 @@ def model_provider(
 
 
 def get_batch(data_iterator: Iterator) -> Batch:
-    """The next micro batch on the device: tokens, labels, loss mask, attention mask (None: causal alone), positions, each [b, s]."""
-    data = next(data_iterator)
+    """The next micro batch on the device: tokens, labels, loss mask, attention mask (None: causal alone), positions, each [b, s].
+
+    Of sequences that context-parallel ranks share, this rank's tokens; all of those ranks read the same samples.
+    """
     where = device.current_device()
-
-    def get(name: str) -> torch.Tensor | None:
-        return data[name].to(where, non_blocking=True) if name in data else None
-
-    tokens, labels, loss_mask, positions = get("tokens"), get("labels"), get("loss_mask"), get("position_ids")
-    assert tokens is not None and labels is not None and loss_mask is not None and positions is not None
-    return tokens, labels, loss_mask, get("attention_mask"), positions
+    data = {name: value.to(where, non_blocking=True) for name, value in get_batch_on_this_cp_rank(next(data_iterator)).items()}
+    return data["tokens"], data["labels"], data["loss_mask"], data.get("attention_mask"), data["position_ids"]
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

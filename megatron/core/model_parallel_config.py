@@ -14,6 +14,7 @@ _USED = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "sequence_parallel",
+    "context_parallel_size",
     "perform_initialization",
     "use_cpu_initialization",
     "init_seed",
@@ -30,6 +31,7 @@ _USED = (
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
+    "hierarchical_context_parallel_sizes",  # parallel_state makes groups of these sizes; TransformerConfig says what is wrong with them
     "deterministic_mode",  # device.set_deterministic, which the program calls, tells torch
     "expert_tensor_parallel_size",  # parallel_state is told the sizes of its groups; no dense layer uses this one
     "deallocate_pipeline_outputs",  # what was received by the next stage is let go of in any case

@@ -1,6 +1,8 @@
 """Where the documents of a packed batch ([tokens, heads, dim], "thd") begin and end."""
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,3 +22,40 @@ class PackedSeqParams:
     local_cp_size: int | None = None
     cp_group: dist.ProcessGroup | None = None
     total_tokens: int | None = None
+
+
+class Document(NamedTuple):
+    """A sequence of a packed batch: its first token's place, its tokens, and those with the padding behind them."""
+
+    start: int
+    length: int
+    padded: int
+
+
+def packed_documents(params: PackedSeqParams) -> tuple[Document, ...]:
+    """The sequences of a packed batch; read from the device once, and kept with `params`.
+
+    Counts are those of the whole batch, before any split over context-parallel ranks. Raises ValueError for counts that say nothing
+    possible, and for what attention does not do: keys of other lengths than queries.
+    """
+    kept = params.__dict__.get("_documents")
+    if kept is not None:
+        return kept
+    if params.qkv_format not in (None, "thd") or params.cu_seqlens_q is None:
+        raise ValueError(f"packed sequences: qkv_format {params.qkv_format!r} with cu_seqlens_q {params.cu_seqlens_q}; give 'thd' and both")
+    ends = params.cu_seqlens_q.tolist()
+    padded = ends if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.tolist()
+    for name, own in (("cu_seqlens_kv", ends), ("cu_seqlens_kv_padded", padded)):
+        other = getattr(params, name)
+        if other is not None and other.tolist() != own:
+            raise ValueError(f"packed sequences: {name} differs from that of the queries; self-attention has the same")
+    lengths = [end - start for start, end in pairwise(ends)]
+    room = [end - start for start, end in pairwise(padded)]
+    if ends[0] or padded[0] or len(ends) != len(padded) or any(not 0 <= n <= m for n, m in zip(lengths, room)):
+        raise ValueError(
+            f"packed sequences: cu_seqlens_q {ends[:8]} and cu_seqlens_q_padded {padded[:8]} must start at 0, grow, and have one entry a "
+            "sequence more; a sequence is no longer than its padded length"
+        )
+    documents = tuple(Document(*item) for item in zip(padded, lengths, room))
+    params.__dict__["_documents"] = documents
+    return documents

@@ -78,6 +78,22 @@ def get_tensor_model_parallel_group_if_none(tp_group: Group, is_expert: bool = F
     )
 
 
+def get_batch_on_this_cp_rank(
+    batch: dict[str, Any],
+    is_hybrid_cp: bool = False,
+    cp_group: Group = None,
+    hybrid_cp_group_func: Any = None,
+    use_per_sequence_balancing: bool = False,
+) -> dict[str, Any]:
+    """This rank's tokens of a batch; `cp_group` None: parallel_state's. See context_parallel/sequence_split.py."""
+    from megatron.core.context_parallel.sequence_split import get_batch_on_this_cp_rank
+    from megatron.core.process_groups_config import default_pg_collection
+
+    if is_hybrid_cp or hybrid_cp_group_func is not None or use_per_sequence_balancing:
+        raise ValueError("get_batch_on_this_cp_rank: groups of varying size and balancing by sequence are not built yet; leave them out")
+    return get_batch_on_this_cp_rank(batch, default_pg_collection(None).cp if cp_group is None else cp_group)
+
+
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
     """The innermost module(s) of `model` (a module or a list of them), wrappers such as DDP and Float16Module removed.
 

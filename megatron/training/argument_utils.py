@@ -7,6 +7,7 @@ argparse, which also knows the arguments that a script added.
 import argparse
 import dataclasses
 import difflib
+import enum
 import math
 import re
 import types
@@ -64,15 +65,15 @@ def value_type(field: dataclasses.Field) -> type:
     return kind
 
 
-def enum_by_name(enum: Any) -> Callable[[str], Any]:
+def enum_by_name(kind: Any) -> Callable[[str], Any]:
     """A converter from a member's name to the member."""
 
     def convert(name: str) -> Any:
-        if name not in enum.__members__:
+        if name not in kind.__members__:
             raise ValueError(name)
-        return enum[name]
+        return kind[name]
 
-    convert.__name__ = f"enum:{enum.__name__}"
+    convert.__name__ = f"enum:{kind.__name__}"
     return convert
 
 
@@ -106,7 +107,10 @@ def _add_flag(group: Any, field: dataclasses.Field) -> None:
     if meta["no_effect"]:
         notes.append(f"no effect: {meta['no_effect']}")
     kind = value_type(field)
-    if kind is not bool and default is not None:
+    if isinstance(default, tuple):
+        default = list(default)
+        notes.append(f"default: {' '.join(map(str, default))}")
+    elif kind is not bool and default is not None:
         notes.append(f"default: {getattr(default, 'name', default)}")
     text = (meta["help"] + (f" [{'; '.join(notes)}]" if notes else "")).replace("%", "%%")
     if kind is bool:
@@ -116,8 +120,10 @@ def _add_flag(group: Any, field: dataclasses.Field) -> None:
     convert: Any = kind
     choices: Any = meta["choices"]
     metavar = None
-    if meta["type"] is not None:
+    if isinstance(meta["type"], enum.EnumMeta):
         convert, choices, metavar = enum_by_name(meta["type"]), list(meta["type"]), "NAME"
+    elif meta["type"] is not None:
+        convert, metavar = meta["type"], "TEXT"
     elif choices is None:
         metavar = {int: "N", float: "X"}.get(kind, "TEXT")
     group.add_argument(
@@ -229,11 +235,13 @@ def example_value(action: argparse.Action) -> str:
     """A value of the right kind for a flag."""
     if action.nargs == 0:
         return ""
+    if isinstance(action.default, list) and action.default:
+        return " ".join(map(str, action.default))
     if action.default not in (None, argparse.SUPPRESS, []):
         return str(getattr(action.default, "name", action.default))
     if action.choices:
         return str(next(iter(action.choices)))
-    one = {int: "8", float: "0.1"}.get(action.type, "TEXT")  # type: ignore[call-overload]
+    one = {int: "8", float: "0.1"}.get(action.type, getattr(action.type, "example", "TEXT"))  # type: ignore[call-overload]
     return " ".join([one] * action.nargs) if isinstance(action.nargs, int) else one
 
 

@@ -156,6 +156,7 @@ NAMES = [
     "megatron.core.transformer.utils.make_sharded_tensors_for_checkpoint",
     "megatron.core.transformer.utils.sharded_state_dict_default",
     "megatron.core.utils",
+    "megatron.core.utils.get_batch_on_this_cp_rank",
     "megatron.core.utils.WrappedTensor",
     "megatron.core.utils.deprecate_inference_params",
     "megatron.core.utils.divide",

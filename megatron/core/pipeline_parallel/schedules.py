@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, put_off_weight_grads, write_weight_grad
-from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size, unwrap_model
+from megatron.core.utils import Group, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 
 from .p2p_communication import P2PCommunicator
 from .schedule_plan import no_pipelining, pipeline_plans
@@ -39,19 +40,35 @@ def _only(value: Any, what: str) -> Any:
     return value
 
 
-def loss_and_tokens(result: tuple, num_microbatches: int, per_token: bool) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+def loss_and_tokens(
+    result: tuple, num_microbatches: int, per_token: bool, cp_group: Group = None
+) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     """What a loss function returned, as (loss to run backward from, valid tokens, report).
 
     (loss, report): a mean already; it is divided by the number of micro batches.
     (loss sum, number of valid tokens, report): the sum is divided by the tokens (a micro batch without any contributes 0) and by the
     number of micro batches, or, with per-token loss, left as it is: the gradients are divided by the step's tokens at its end.
+
+    With context parallelism the sum is over this rank's tokens and the tokens are those of all ranks of `cp_group`: their masks differ.
+    The ranks' gradients are averaged with those of data parallelism, so that each is scaled by their number first.
+    Raises ValueError for a mean there: one over some of a micro batch's tokens says nothing of all.
     """
+    ranks = get_pg_size(cp_group)
     if len(result) == 2:
+        if ranks > 1:
+            raise ValueError(
+                "with context parallelism the loss function must return (loss sum, number of tokens, report) of its rank's tokens, not "
+                "(mean, report)"
+            )
         loss, report = result
         return loss / num_microbatches, None, report
     loss, num_tokens, report = result
     if not per_token:
-        loss = loss / num_tokens.clamp(min=1) / num_microbatches
+        total = num_tokens
+        if ranks > 1:
+            total = num_tokens.detach().clone()
+            dist.all_reduce(total, group=cp_group)
+        loss = loss * ranks / total.clamp(min=1) / num_microbatches
     return loss, num_tokens, report
 
 
@@ -87,11 +104,13 @@ class _Stage:
         has_loss: bool,
         forward_only: bool,
         collect_non_loss_data: bool,
+        cp_group: Group = None,
     ) -> None:
         self.forward_step_func, self.chunks, self.iterators = forward_step_func, chunks, iterators
         self.num_microbatches, self.forward_only, self.collect_non_loss_data = num_microbatches, forward_only, collect_non_loss_data
         self.config = get_model_config(chunks[0])
         self.per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
+        self.cp_group = cp_group
         self.loss_chunk = len(chunks) - 1 if has_loss else None
         self.reports: list[Any] = []
         self.tokens: list[torch.Tensor] = []
@@ -115,7 +134,7 @@ class _Stage:
         if self.collect_non_loss_data:
             self.reports.append(loss_func(output, non_loss_data=True))
             return output
-        loss, num_tokens, report = loss_and_tokens(loss_func(output), self.num_microbatches, self.per_token)
+        loss, num_tokens, report = loss_and_tokens(loss_func(output), self.num_microbatches, self.per_token, self.cp_group)
         self.reports.append(report)
         if num_tokens is not None:
             self.tokens.append(num_tokens)
@@ -162,6 +181,7 @@ def forward_backward_no_pipelining(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: Callable | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
     **unused: Any,
 ) -> list[Any]:
     """Run every micro batch forward and, unless `forward_only`, backward; return the loss function's report of each.
@@ -178,6 +198,7 @@ def forward_backward_no_pipelining(
         has_loss=True,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
+        cp_group=default_pg_collection(pg_collection).cp,
     )
     with torch.inference_mode() if forward_only else nullcontext():
         run_plan(no_pipelining(num_microbatches, forward_only), stage, _no_sync_of(stage.config), grad_sync=_grad_sync_of(stage.config))
@@ -225,6 +246,7 @@ def forward_backward_pipelining(
         has_loss=rank == stages - 1,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
+        cp_group=groups.cp,
     )
     shape = _activation_shape(config, decoder_seq_length or seq_length, micro_batch_size)
     plan = pipeline_plans(config.pipeline_schedule, stages, len(chunks), num_microbatches, forward_only)[rank]

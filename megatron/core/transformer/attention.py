@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb, packed_angles
+from megatron.core.packed_seq_params import PackedSeqParams, packed_documents
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.enums import AttnMaskType
@@ -124,6 +124,9 @@ class SelfAttention(MegatronModule):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         if rotary_pos_emb is not None:
             query_angles, key_angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            if packed_seq_params is not None:
+                documents, cp = packed_documents(packed_seq_params), self.pg_collection.cp
+                query_angles, key_angles = (packed_angles(angles, documents, cp) for angles in (query_angles, key_angles))
             query = apply_rotary_pos_emb(query, query_angles, config=self.config)
             key = apply_rotary_pos_emb(key, key_angles, config=self.config)
 

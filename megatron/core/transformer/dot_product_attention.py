@@ -1,4 +1,4 @@
-"""softmax(q k^T scale) v: by torch's scaled_dot_product_attention, and by its plain twin."""
+"""softmax(q k^T scale) v: by torch's scaled_dot_product_attention, and by its plain twin. Over several ranks: core/context_parallel."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
+from megatron.core.context_parallel.block_plan import Mask, make_mask
+from megatron.core.context_parallel.combinations import backend_problem, comm_type_of_layer, is_window_layer, unsupported
+from megatron.core.context_parallel.dispatch import ContextParallelAttention
+from megatron.core.context_parallel.partial_attention import Geometry
 from megatron.core.fusions.fused_softmax import causal_mask, scaled_masked_softmax
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import Document, PackedSeqParams, packed_documents
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -46,11 +50,30 @@ def attention_plain(
     return F.dropout(probabilities, p=dropout) @ value
 
 
+def hidden_everywhere(documents: tuple[Document, ...], mask: Mask, where: torch.device) -> torch.Tensor:
+    """bool [tokens, tokens], True where a query does not see a key: another sequence's, one that the mask hides, or padding.
+
+    Under a causal mask padding is behind all that counts; it is not hidden, so that its own queries see something.
+    """
+    number = torch.cat([torch.full((document.padded,), n, device=where) for n, document in enumerate(documents)])
+    place = torch.cat([torch.arange(document.padded, device=where) for document in documents])
+    hidden = number[:, None] != number
+    if mask.right is not None:
+        hidden |= place > place[:, None] + mask.right
+    if mask.left is not None:
+        hidden |= place < place[:, None] - mask.left
+    if mask.right != 0:
+        hidden |= place >= torch.tensor([document.length for document in documents], device=where)[number]
+    return hidden
+
+
 class DotProductAttention(MegatronModule):
     """forward: query [s, b, heads, d], key and value [t, b, groups, d] -> [s, b, heads * d], all of this rank's heads.
 
-    attention_mask: bool, True = hidden, [1 or b, 1, s, t]; it holds in addition to a causal mask type. None: nothing but the mask type.
-    Raises ValueError for what no path here honours (packed sequences, context parallelism, a bias), never ignores it.
+    Packed sequences: [tokens, 1, heads, d], or [tokens, heads, d] -> [tokens, heads * d].
+    attention_mask: bool, True = hidden, [1 or b, 1, s, t]; it holds in addition to a causal mask type and to the config's window. None:
+    nothing but those. With context parallelism s are this rank's tokens, and the mask has the rows of them and the columns of all.
+    Raises ValueError for what no path here honours, never ignores it.
     """
 
     def __init__(
@@ -65,8 +88,6 @@ class DotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        if config.context_parallel_size > 1 or get_pg_size(default_pg_collection(pg_collection).cp) > 1:
-            raise ValueError("DotProductAttention: context parallelism is not built yet; use context_parallel_size 1")
         self.attn_mask_type = attn_mask_type
         assert config.kv_channels is not None
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -74,8 +95,26 @@ class DotProductAttention(MegatronModule):
         self.layer_coefficient = float(max(1, layer_number)) if config.apply_query_key_layer_scaling else 1.0
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.backend = config.attention_backend
-        if self.backend is AttnBackend.fused and not device.has_accelerator():
+        self.window = config.window_size if is_window_layer(config.window_size, config.window_attn_skip_freq, layer_number) else None
+        if device.has_accelerator():
+            reason = backend_problem(self.backend.name, window=self.window is not None, attention_mask=False)
+            if reason:
+                raise ValueError(f"attention_backend {self.backend.name}: {reason}; use auto")
+        elif self.backend is AttnBackend.fused:
             raise ValueError("attention_backend fused (cuDNN) needs an NVIDIA GPU; use auto, flash or unfused on a CPU")
+        self.context_parallel = self._shared(cp_comm_type or comm_type_of_layer(config.cp_comm_type, layer_number), pg_collection)
+
+    def _shared(self, comm_type: str, pg_collection: ProcessGroupCollection | None) -> ContextParallelAttention | None:
+        """Attention over sequences that several ranks share; None where each rank has whole ones."""
+        groups = default_pg_collection(pg_collection)
+        size, told = get_pg_size(groups.cp), self.config.context_parallel_size
+        if size != told:
+            raise ValueError(f"the context-parallel group has {size} ranks but config.context_parallel_size is {told}")
+        if size == 1:
+            return None
+        if self.dropout and (reason := unsupported(comm_type, "attention dropout")):
+            raise ValueError(f"attention_dropout {self.dropout}: {reason}; or use attention_dropout 0")
+        return ContextParallelAttention(comm_type, groups, self.softmax_scale, self.backend)
 
     def forward(
         self,
@@ -87,48 +126,121 @@ class DotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError("DotProductAttention: packed_seq_params and attention_bias are not built yet; leave them out and pass a mask")
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        causal = mask_type in CAUSAL
-        tokens, batch = query.shape[:2]
-        hidden = attention_mask
-        if causal and tokens == key.shape[0] and hidden is None:
-            is_causal = tokens > 1
+        if attention_bias is not None:
+            raise ValueError("DotProductAttention: attention_bias is not built yet; leave it out and pass a mask")
+        if query.dim() == 3:
+            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+            return self.forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params).squeeze(1)
+        causal = (self.attn_mask_type if attn_mask_type is None else attn_mask_type) in CAUSAL
+        documents = None
+        if packed_seq_params is not None:
+            documents = packed_documents(packed_seq_params)
+            if query.shape[1] != 1 or attention_mask is not None:
+                raise ValueError("packed_seq_params: a packed batch has batch size 1 and no attention_mask; leave the mask out")
+        if attention_mask is not None and device.on_accelerator(query):
+            reason = backend_problem(self.backend.name, window=False, attention_mask=True)
+            if reason:
+                raise ValueError(f"attention_backend {self.backend.name}: {reason}; use auto")
+
+        def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            return self._alone(query, key, value, mask, causal, documents)
+
+        if self.context_parallel is None:
+            context = alone(query, key, value, attention_mask)
         else:
-            is_causal = False
-            if causal:
-                triangle = causal_mask(tokens, key.shape[0], query.device)
-                hidden = triangle if hidden is None else hidden | triangle
+            mask = make_mask(causal, self.window)
+            context = self.context_parallel(query, key, value, mask, documents, attention_mask, alone)
+        return context.flatten(2)
+
+    def _alone(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        causal: bool,
+        documents: tuple[Document, ...] | None,
+    ) -> torch.Tensor:
+        """Attention over whole sequences, -> [s, b, heads, d]."""
+        tokens, keys = query.shape[0], key.shape[0]
+        by_blocks = self.window is not None or documents is not None
+        if by_blocks and tokens != keys:
+            raise ValueError(f"{tokens} queries and {keys} keys: a sliding window or packed sequences need as many of both")
+        if documents is not None and sum(document.padded for document in documents) != tokens:
+            raise ValueError(f"packed sequences of {sum(document.padded for document in documents)} tokens, but there are {tokens}")
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, heads, s, d], a view
         dropout = self.dropout if self.training else 0.0
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
             if self.backend in (AttnBackend.unfused, AttnBackend.local):
-                if is_causal:
-                    hidden = causal_mask(tokens, tokens, query.device)
-                context = attention_plain(
-                    query,
-                    key,
-                    value,
-                    hidden,
-                    scale=self.softmax_scale,
-                    layer_coefficient=self.layer_coefficient,
-                    in_fp32=self.config.attention_softmax_in_fp32,
-                    dropout=dropout,
-                )
+                own: torch.Tensor | None
+                if by_blocks:
+                    where = documents or (Document(0, tokens, tokens),)
+                    own = hidden_everywhere(where, make_mask(causal, self.window), query.device)
+                else:
+                    own = causal_mask(tokens, keys, query.device) if causal and tokens > 1 else None
+                hidden = own if attention_mask is None else attention_mask if own is None else attention_mask | own
+                context = self._plain(query, key, value, hidden, dropout)
+            elif by_blocks:
+                geometry = Geometry(documents or (Document(0, tokens, tokens),), 0, 1, make_mask(causal, self.window), attention_mask)
+                context = self._by_blocks(query, key, value, geometry, dropout)
             else:
-                with self._kernels():
-                    context = F.scaled_dot_product_attention(
-                        query,
-                        key,
-                        value,
-                        attn_mask=None if hidden is None else ~hidden,
-                        dropout_p=dropout,
-                        is_causal=is_causal,
-                        scale=self.softmax_scale,
-                        enable_gqa=query.shape[1] != key.shape[1],
-                    )
-        return context.permute(2, 0, 1, 3).reshape(tokens, batch, -1)
+                context = self._kernel(query, key, value, attention_mask, causal and tokens > 1, dropout)
+        return context.permute(2, 0, 1, 3)
+
+    def _by_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: Geometry, dropout: float) -> torch.Tensor:
+        """Some queries at a time, each stretch with the keys that it sees: on one rank no stretch needs more than one block."""
+        parts, done = [], 0
+        for block in geometry.blocks(0):
+            queries, keys = slice(*block.queries), slice(*block.keys)
+            assert block.queries[0] >= done, "a stretch of queries in two blocks"
+            if block.queries[0] > done:  # padding that sees nothing
+                parts.append(query.new_zeros(query[:, :, done : block.queries[0]].shape))
+            hidden = geometry.hidden(block, query.device)
+            causal = block.kind == "causal"
+            parts.append(self._kernel(query[:, :, queries], key[:, :, keys], value[:, :, keys], hidden, causal, dropout))
+            done = block.queries[1]
+        parts.append(query.new_zeros(query[:, :, done:].shape))
+        return torch.cat(parts, dim=2)
+
+    def _plain(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, dropout: float
+    ) -> torch.Tensor:
+        return attention_plain(
+            query,
+            key,
+            value,
+            hidden,
+            scale=self.softmax_scale,
+            layer_coefficient=self.layer_coefficient,
+            in_fp32=self.config.attention_softmax_in_fp32,
+            dropout=dropout,
+        )
+
+    def _kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        hidden: torch.Tensor | None,
+        causal: bool,
+        dropout: float,
+    ) -> torch.Tensor:
+        """By scaled_dot_product_attention; `hidden` may be [queries, keys] or [1 or b, 1, queries, keys]."""
+        tokens, keys = query.shape[2], key.shape[2]
+        if causal and (hidden is not None or tokens != keys):
+            triangle = causal_mask(tokens, keys, query.device)
+            hidden, causal = triangle if hidden is None else hidden | triangle, False
+        with self._kernels():
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=None if hidden is None else ~hidden,
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
 
     def _kernels(self) -> AbstractContextManager:
         if self.backend is not AttnBackend.auto:

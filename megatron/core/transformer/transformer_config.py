@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 
+from megatron.core.context_parallel.combinations import context_parallel_problems, window_problems
 from megatron.core.fusions.fused_layer_norm import NORMALIZATIONS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
@@ -34,6 +35,9 @@ _USED = (
     "rotary_interleaved",
     "apply_residual_connection_post_layernorm",
     "softmax_scale",
+    "window_size",
+    "window_attn_skip_freq",
+    "cp_comm_type",
     "init_method",
     "output_layer_init_method",
     "init_method_std",
@@ -92,8 +96,10 @@ class TransformerConfig(ModelParallelConfig):
     qk_layernorm: bool = False
     rotary_interleaved: bool = False
     apply_residual_connection_post_layernorm: bool = False
-    window_size: tuple[int, int] | None = None
     softmax_scale: float | None = None
+    # Keys before and after a query that it sees beside its own, -1: all. skip_freq N: every Nth layer sees all; a list: 1 for a window.
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | list[int] | None = None
 
     # Initial weights. None: normal(0, init_method_std); output layers normal(0, init_method_std / sqrt(2 num_layers)).
     init_method: Callable | None = None
@@ -129,6 +135,9 @@ class TransformerConfig(ModelParallelConfig):
     num_layers_in_last_pipeline_stage: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+
+    # How ranks that share a sequence attend (context_parallel/combinations.py): one kind, or one for each layer. None: p2p.
+    cp_comm_type: str | list[str] | None = None
 
     # Loss. The two sizes are ours; None: the whole table. logical_vocab_size: rows beyond it are no tokens (they start at 0, do not count
     # as parameters). softmax_vocab_size: rows beyond it, padding for the tensor split alone, never enter the softmax.
@@ -198,6 +207,22 @@ class TransformerConfig(ModelParallelConfig):
         ]
         if self.normalization not in NORMALIZATIONS:
             found.append(f"normalization {self.normalization!r} must be {' or '.join(map(repr, NORMALIZATIONS))}")
+        found += [
+            f"{name} {value!r}: {rule}" + (f"; {works!r} works" if works is not None else "; leave it out")
+            for name, value, rule, works in context_parallel_problems(
+                self.context_parallel_size,
+                self.cp_comm_type,
+                self.hierarchical_context_parallel_sizes,
+                num_layers=self.num_layers,
+                groups=groups,
+                tp_size=tp,
+                attention_dropout=self.attention_dropout,
+            )
+        ]
+        found += [
+            f"{name} {value!r}: {rule}; {works!r} works"
+            for name, value, rule, works in window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        ]
         if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
             found.append("softmax_scale must not be 0")
         return found

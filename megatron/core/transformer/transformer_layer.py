@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.context_parallel.combinations import comm_type_of_layer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import RecomputedOutput, checkpoint, dropout_state
@@ -106,7 +107,12 @@ class TransformerLayer(MegatronModule):
 
         norm_arguments = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm_arguments)
-        self.self_attention = build_module(submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups)
+        shared = {}
+        if config.context_parallel_size > 1:
+            shared["cp_comm_type"] = comm_type_of_layer(config.cp_comm_type, layer_number)
+        self.self_attention = build_module(
+            submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups, **shared
+        )
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_arguments)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)

@@ -27,7 +27,9 @@ def was_given(args: Args, dest: str) -> bool:
 
 
 def text_of(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(getattr(value, "name", value))
+    if isinstance(value, tuple):
+        return f"({','.join(map(str, value))})"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(getattr(value, "name", value))
 
 
 def problem(args: Args, dest: str, rule: str, works: object = "") -> Problem:

@@ -1,9 +1,11 @@
 """What must hold between the parallel sizes, the number of processes and the model. Only arithmetic: no process group, no torch."""
 
 from collections.abc import Iterator
+from math import lcm
 
+from megatron.core.context_parallel.combinations import backend_problem, context_parallel_problems, window_problems
 from megatron.training.argument_utils import Problem
-from megatron.training.config.checks import Args, multiples, name_of, nearest_divisor, problem
+from megatron.training.config.checks import Args, multiples, name_of, nearest_divisor, problem, text_of
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
@@ -73,10 +75,35 @@ def check_tensor(args: Args) -> Iterator[Problem]:
 
 
 def check_context(args: Args) -> Iterator[Problem]:
-    parts = 2 * args.context_parallel_size
-    if args.context_parallel_size > 1 and args.seq_length and args.seq_length % parts:
-        rule = f"must be a multiple of 2 x --context-parallel-size {args.context_parallel_size} = {parts}, to balance causal attention"
-        yield problem(args, "seq_length", rule, multiples(args.seq_length, parts)[-1])
+    ranks, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    if ranks > 1 and args.seq_length and args.seq_length % (2 * ranks):
+        rule = f"must be a multiple of 2 x --context-parallel-size {ranks} = {2 * ranks}, to balance causal attention"
+        yield problem(args, "seq_length", rule, multiples(args.seq_length, 2 * ranks)[-1])
+    elif ranks > 1 and args.sequence_parallel and args.seq_length and tensor > 1 and args.seq_length % (ranks * tensor):
+        unit = lcm(2 * ranks, ranks * tensor)
+        rule = f"--sequence-parallel divides the {args.seq_length // ranks} tokens of a context-parallel rank by {tensor}"
+        yield problem(args, "seq_length", rule, multiples(args.seq_length, unit)[-1])
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    found = context_parallel_problems(
+        ranks,
+        args.cp_comm_type,
+        args.hierarchical_context_parallel_sizes,
+        num_layers=args.num_layers,
+        groups=groups,
+        tp_size=tensor,
+        attention_dropout=args.attention_dropout,
+    )
+    for dest, _, rule, works in found:
+        yield problem(args, dest, rule, "leave it out" if works is None else text_of(works))
+
+
+def check_masks(args: Args) -> Iterator[Problem]:
+    """Every mask that is asked for is honoured by the attention that is asked for."""
+    for dest, _, rule, works in window_problems(args.window_size, args.window_attn_skip_freq, args.num_layers):
+        yield problem(args, dest, rule, "leave it out" if works is None else "(128,0)" if dest == "window_size" else works)
+    reason = backend_problem(args.attention_backend, window=args.window_size is not None, attention_mask=bool(args.reset_attention_mask))
+    if reason:
+        yield problem(args, "attention_backend", reason, "auto")
 
 
 def check_pipeline(args: Args) -> Iterator[Problem]:
@@ -211,15 +238,4 @@ def check_rank_order(args: Args) -> Iterator[Problem]:
         yield problem(args, "use_tp_pp_dp_mapping", rule, "leave it out")
 
 
-def check_layout_built(args: Args) -> Iterator[Problem]:
-    """The one place that refuses layouts whose code is not there yet; the arithmetic above holds without it."""
-    if args.context_parallel_size > 1:
-        yield problem(
-            args,
-            "context_parallel_size",
-            "this version does not divide a model that way yet; tensor, pipeline and data parallelism work",
-            1,
-        )
-
-
-RULES = (check_processes, check_tensor, check_context, check_pipeline, check_instances, check_rank_order, check_layout_built)
+RULES = (check_processes, check_tensor, check_context, check_masks, check_pipeline, check_instances, check_rank_order)

@@ -20,7 +20,7 @@ def flag(
     unit: str = "",
     choices: tuple[str, ...] | None = None,
     nargs: str | int | None = None,
-    type: type | None = None,
+    type: Any = None,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -30,14 +30,14 @@ def flag(
     no_effect: str = "",
     ours: bool = False,
 ) -> Any:
-    """A field for one flag.
+    """A field for one flag. A default of several values is a tuple here, and a list on the parser.
 
     Args:
         names: spellings where the rule above does not give them.
         unit: what one unit of a number is, shown in the help.
         choices: every value that Megatron-LM knows.
         built: those of `choices` that this version supports; the others are refused by name.
-        type: converter class where the annotation does not say it (enumerations).
+        type: an enumeration, or a converter (converters.py), where the annotation does not say it.
         minimum, maximum, above, below: bounds of a number (`above` and `below` are exclusive).
         checkpoint: ARCHITECTURE, SETTING or None, see above.
         no_effect: why another value than the default changes nothing here; the help and a note to who gives it say so.

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from megatron.core.transformer.recompute import GRANULARITIES, METHODS
+from megatron.training.config.converters import moe_freq_type, tuple_type
 from megatron.training.config.fields import ARCHITECTURE, SETTING, flag
 
 
@@ -56,6 +57,18 @@ class AttentionFlags:
     num_query_groups: int = flag(1, "Key and value heads, with --group-query-attention.", minimum=1, checkpoint=ARCHITECTURE)
     add_qkv_bias: bool = flag(False, "A bias in the QKV projection, also with --disable-bias-linear.", checkpoint=ARCHITECTURE)
     attention_dropout: float = flag(0.1, "Dropout of the attention probabilities.", minimum=0.0, below=1.0, checkpoint=SETTING)
+    window_size: tuple[int, int] | None = flag(
+        None,
+        "Keys before and after a query that it sees beside its own, as (before,after); -1: all. A causal mask holds in addition.",
+        type=tuple_type,
+        checkpoint=ARCHITECTURE,
+    )
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None,
+        "With --window-size: N, every Nth layer sees everything; or a list such as [1,1,1,0]*8, 1 for a layer with the window.",
+        type=moe_freq_type,
+        checkpoint=ARCHITECTURE,
+    )
     apply_query_key_layer_scaling: bool = flag(
         False,
         "Scores are divided by the layer's number before, and multiplied by it inside, the softmax (for fp16); "

@@ -131,6 +131,14 @@ class ParallelismFlags:
     tensor_model_parallel_size: int = flag(1, "Ranks that share each layer.", minimum=1)
     pipeline_model_parallel_size: int = flag(1, "Stages that share the layers.", minimum=1)
     context_parallel_size: int = flag(1, "Ranks that share each sequence.", minimum=1)
+    cp_comm_type: list[str] = flag(
+        ("p2p",),
+        "How ranks that share a sequence attend, for all layers or one for each: p2p, all_gather, a2a, a2a+p2p.",
+        nargs="+",
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None, "With a2a+p2p: ranks that exchange heads, and ranks of the ring.", nargs="+"
+    )
     expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", minimum=1)
     expert_tensor_parallel_size: int | None = flag(None, "Ranks that share one expert. Default: the tensor size.", minimum=1)
     sequence_parallel: bool = flag(False, "Norms and dropout of a tensor-parallel group split the sequence.")

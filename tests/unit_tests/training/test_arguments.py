@@ -229,8 +229,8 @@ def test_layouts_are_refused_by_their_arithmetic(flags: str, world: int, parts: 
 
 def test_a_layout_that_adds_up_is_refused_as_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    (found,) = problems_of([*TINY, "--context-parallel-size", "2"])
-    assert "--context-parallel-size 2" in found and "yet" in found
+    (found,) = problems_of([*TINY, "--expert-model-parallel-size", "2"])
+    assert "--expert-model-parallel-size 2" in found and "yet" in found
     for flags in (["--tensor-model-parallel-size", "2", "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"]):
         assert checked([*TINY, *flags]).data_parallel_size == 1
 

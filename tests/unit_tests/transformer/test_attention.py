@@ -101,8 +101,8 @@ def test_dropout_comes_from_the_tracker_and_stops_in_evaluation():
 
 def test_what_no_path_honours_is_refused():
     core = attention(AttnBackend.auto)
-    with pytest.raises(ValueError, match="packed_seq_params"):
-        core(*tensors(), None, packed_seq_params=object())
+    with pytest.raises(ValueError, match="attention_bias"):
+        core(*tensors(), None, attention_bias=torch.zeros(1))
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuDNN"):
             attention(AttnBackend.fused)

@@ -38,7 +38,7 @@ def test_all_problems_at_once():
         ({"num_query_groups": 3}, "not divisible by num_query_groups 3"),
         ({"sequence_parallel": True}, "sequence_parallel needs tensor_model_parallel_size > 1"),
         ({"hidden_dropout": 1.0}, "hidden_dropout 1.0 must be in"),
-        ({"context_parallel_size": 2}, "context_parallel_size = 2 is not built yet; leave it at 1"),
+        ({"context_parallel_size": 2}, "attention_dropout 0.1: cp_comm_type p2p does not go with attention dropout"),
         ({"recompute_granularity": "full"}, "recompute_method None: is required for full recompute; 'uniform' works; recompute_num_layers"),
         ({"recompute_granularity": "all"}, "recompute_granularity 'all': must be full or selective"),
         ({"recompute_granularity": "selective", "recompute_method": "block"}, "recompute_method 'block': is for full recompute only"),

@@ -137,6 +137,9 @@ class GPTModel(LanguageModule):
     ) -> torch.Tensor:
         """attention_mask: bool, True = hidden, [1 or b, 1, s, s], beside the causal mask; None for causal alone.
 
+        With context parallelism s are this rank's tokens (context_parallel.get_batch_on_this_cp_rank), of the mask's columns all.
+        packed_seq_params: b is 1, and s are all tokens of its sequences, their padding included; it counts whole sequences.
+
         decoder_input [s, b, h] replaces the embedding. loss_mask is the caller's business: the loss comes back per token.
         """
         if decoder_input is None and self.pre_process:
@@ -145,7 +148,8 @@ class GPTModel(LanguageModule):
         angles = None
         if self.position_embedding_type == "rope":
             angles = self.rotary_pos_emb(
-                self.rotary_pos_emb.get_rotary_seq_len(inference_context, self.decoder, decoder_input, self.config, packed_seq_params)
+                self.rotary_pos_emb.get_rotary_seq_len(inference_context, self.decoder, decoder_input, self.config, packed_seq_params),
+                packed_seq=packed_seq_params is not None,
             )
         hidden = self.decoder(
             decoder_input,

@@ -6,12 +6,17 @@ from typing import Any
 import torch
 
 from megatron.core import device
+from megatron.core.context_parallel.sequence_split import positions_in_documents, split_for_context_parallel
 from megatron.core.fusions.fused_rope import apply_rotary_plain, fused_apply_rotary
-from megatron.core.utils import Group, get_pg_size
+from megatron.core.packed_seq_params import Document, PackedSeqParams, packed_documents
+from megatron.core.utils import Group, get_pg_rank, get_pg_size
 
 
 class RotaryEmbedding(torch.nn.Module):
     """forward(max_seq_len) -> angles [s, 1, 1, width] in radians, fp32, each twice; width = kv_channels * rotary_percent.
+
+    max_seq_len is the whole sequence's; with several ranks in `cp_group` the angles are those of this rank's tokens, but all of them for a
+    packed batch (packed_seq), of which `apply_rotary_pos_emb` looks them up.
 
     rotary_base: pair i turns by position * base^(-2i / width). seq_len_interpolation_factor: positions are divided by it
     (Chen et al. 2023). rope_scaling: the frequency-dependent stretching of Llama 3.1 by rope_scaling_factor.
@@ -30,8 +35,7 @@ class RotaryEmbedding(torch.nn.Module):
         cp_group: Group = None,
     ) -> None:
         super().__init__()
-        if get_pg_size(cp_group) > 1:
-            raise ValueError("RotaryEmbedding does not support context parallelism yet; use context_parallel_size 1")
+        self.cp_group = cp_group
         width = int(kv_channels * rotary_percent)
         if width < 2 or width % 2:
             raise ValueError(
@@ -41,7 +45,7 @@ class RotaryEmbedding(torch.nn.Module):
         where = torch.device("cpu") if use_cpu_initialization else device.current_device()
         frequencies = 1.0 / rotary_base ** (torch.arange(0, width, 2, dtype=torch.float32, device=where) / width)
         self.inv_freq = stretch_frequencies(frequencies, rope_scaling_factor) if rope_scaling else frequencies
-        self._cached: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._cached: dict[tuple[int, int, int, int, torch.device], torch.Tensor] = {}
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """[s, width / 2]: position times frequency."""
@@ -56,14 +60,16 @@ class RotaryEmbedding(torch.nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Group = None) -> torch.Tensor:
         self.inv_freq = self.inv_freq.to(device.current_device())
-        key = (max_seq_len, offset, self.inv_freq.device)
+        group = self.cp_group if cp_group is None else cp_group
+        rank, size = (0, 1) if packed_seq else (get_pg_rank(group), get_pg_size(group))
+        key = (max_seq_len, offset, rank, size, self.inv_freq.device)
         if key not in self._cached:
             angles = self.get_freqs_non_repeated(max_seq_len, offset)
             if self.rotary_interleaved:
                 repeated = angles.repeat_interleave(2, dim=-1)
             else:
                 repeated = torch.cat((angles, angles), dim=-1)
-            self._cached = {key: repeated[:, None, None, :]}
+            self._cached = {key: split_for_context_parallel(repeated, 0, rank, size)[:, None, None, :]}
         return self._cached[key]
 
     def get_rotary_seq_len(
@@ -74,10 +80,13 @@ class RotaryEmbedding(torch.nn.Module):
         transformer_config: Any,
         packed_seq_params: Any = None,
     ) -> int:
-        """Tokens of the whole sequence, of which `transformer_input` [s, b, h] may hold this rank's part (sequence parallelism)."""
+        """Tokens of the whole sequence, of which `transformer_input` [s, b, h] may hold a part; of the longest of a packed batch."""
+        if packed_seq_params is not None:
+            return max(document.padded for document in packed_documents(packed_seq_params))
         hidden = transformer.input_tensor if getattr(transformer, "input_tensor", None) is not None else transformer_input
         assert hidden is not None
-        return hidden.shape[0] * (transformer_config.tensor_model_parallel_size if transformer_config.sequence_parallel else 1)
+        tensor_ranks = transformer_config.tensor_model_parallel_size if transformer_config.sequence_parallel else 1
+        return hidden.shape[0] * tensor_ranks * transformer_config.context_parallel_size
 
 
 def stretch_frequencies(
@@ -90,11 +99,25 @@ def stretch_frequencies(
     return kept * frequencies + (1 - kept) * frequencies / factor
 
 
+def packed_angles(freqs: torch.Tensor, documents: tuple[Document, ...], cp_group: Group = None) -> torch.Tensor:
+    """Angles [longest, 1, 1, width] by position in a sequence -> [tokens, 1, 1, width] of this rank's tokens of a packed batch."""
+    positions = positions_in_documents(documents, get_pg_rank(cp_group), get_pg_size(cp_group), freqs.device)
+    return freqs.index_select(0, positions)
+
+
 def apply_rotary_pos_emb(
     t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: torch.Tensor | None = None, mscale: float = 1.0, cp_group: Group = None
 ) -> torch.Tensor:
-    """Turn t [s, b, heads, d] by freqs [s, 1, 1, width <= d]: the fast path with config.apply_rope_fusion, else its plain twin."""
-    if cu_seqlens is not None or mscale != 1.0:
-        raise ValueError("apply_rotary_pos_emb: cu_seqlens and mscale are not built yet; leave them out")
+    """Turn t [s, b, heads, d] by freqs [s, 1, 1, width <= d]: the fast path with config.apply_rope_fusion, else its plain twin.
+
+    cu_seqlens: t [tokens, heads, d] is this rank's part of a packed batch; freqs are then those of its longest sequence, by position.
+    """
+    if mscale != 1.0:
+        raise ValueError("apply_rotary_pos_emb: mscale is not built yet; leave it out")
     apply = fused_apply_rotary if config.apply_rope_fusion else apply_rotary_plain
-    return apply(t, freqs, config.rotary_interleaved)
+    if cu_seqlens is None:
+        return apply(t, freqs, config.rotary_interleaved)
+    angles = packed_angles(freqs, packed_documents(PackedSeqParams("thd", cu_seqlens, cu_seqlens)), cp_group)
+    if t.dim() == 4:
+        return apply(t, angles, config.rotary_interleaved)
+    return apply(t.unsqueeze(1), angles, config.rotary_interleaved).squeeze(1)
