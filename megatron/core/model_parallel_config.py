@@ -14,6 +14,8 @@ _USED = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "sequence_parallel",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "perform_initialization",
     "use_cpu_initialization",
     "init_seed",
@@ -30,7 +32,6 @@ _USED = (
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
     "deterministic_mode",  # device.set_deterministic, which the program calls, tells torch
-    "expert_tensor_parallel_size",  # parallel_state is told the sizes of its groups; no dense layer uses this one
     "deallocate_pipeline_outputs",  # what was received by the next stage is let go of in any case
     "cross_entropy_loss_fusion",  # there is one cross-entropy, and it is fused
     "timers",  # the training loop times its phases itself

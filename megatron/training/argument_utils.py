@@ -7,6 +7,7 @@ argparse, which also knows the arguments that a script added.
 import argparse
 import dataclasses
 import difflib
+import enum
 import math
 import re
 import types
@@ -64,15 +65,15 @@ def value_type(field: dataclasses.Field) -> type:
     return kind
 
 
-def enum_by_name(enum: Any) -> Callable[[str], Any]:
+def enum_by_name(kind: Any) -> Callable[[str], Any]:
     """A converter from a member's name to the member."""
 
     def convert(name: str) -> Any:
-        if name not in enum.__members__:
+        if name not in kind.__members__:
             raise ValueError(name)
-        return enum[name]
+        return kind[name]
 
-    convert.__name__ = f"enum:{enum.__name__}"
+    convert.__name__ = f"enum:{kind.__name__}"
     return convert
 
 
@@ -116,8 +117,10 @@ def _add_flag(group: Any, field: dataclasses.Field) -> None:
     convert: Any = kind
     choices: Any = meta["choices"]
     metavar = None
-    if meta["type"] is not None:
+    if isinstance(meta["type"], enum.EnumType):
         convert, choices, metavar = enum_by_name(meta["type"]), list(meta["type"]), "NAME"
+    elif meta["type"] is not None:
+        convert, metavar = meta["type"], "TEXT"
     elif choices is None:
         metavar = {int: "N", float: "X"}.get(kind, "TEXT")
     group.add_argument(

@@ -156,10 +156,12 @@ def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> di
                     continue
                 stored_name = next((n for n in MAIN_PARAM.values() if f"optimizer.state.{n}.{record.key}" in stored), main)
             prefix = f"optimizer.state.{stored_name}."
+            where = ".".join([name, record.key, *map(str, record.place)])
+            assert where not in shards, f"two parameters are stored as {record.key} at {record.place}"
             if place is None:
-                shards[f"{name}.{record.key}.{record.layer}"] = sharded_tensor_of(record, tensor, prefix=prefix)
+                shards[where] = sharded_tensor_of(record, tensor, prefix=prefix)
             else:
-                shards[f"{name}.{record.key}.{record.layer}"] = sharded_range_of(record, tensor, place[0], prefix=prefix)
+                shards[where] = sharded_range_of(record, tensor, place[0], prefix=prefix)
     return shards
 
 

@@ -1,12 +1,13 @@
 """A module's tensors in checkpoint form, derived from the sharding records of its parameters."""
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron.core.process_groups_config import default_pg_collection
-from megatron.core.tensor_parallel.param_sharding import ParamRecord, build_param_table, local_pieces
+from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.param_sharding import ParamRecord, buffer_table, build_param_table, local_pieces
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import Group, get_pg_rank, get_pg_size
 
@@ -19,11 +20,10 @@ def sharded_state_dict_default(
     A submodule whose class overrides `sharded_state_dict` decides for its own parameters.
     """
     groups = default_pg_collection(getattr(module, "pg_collection", None))
-    tp = groups.tp if tp_group is None else tp_group
-    replica = get_pg_rank(groups.dp_cp)
     out: dict[str, Any] = {}
-    for name, record in build_param_table(module).items():
-        out[prefix + name] = _sharded_parameter(prefix + record.key, record, record.param.detach(), sharded_offsets, tp, replica)
+    for name, record in {**build_param_table(module), **buffer_table(module)}.items():
+        copy = _Copy.of(record, groups, tp_group)
+        out[prefix + name] = _sharded_parameter(prefix + record.key, record, record.param.detach(), sharded_offsets, copy)
     for path, child in module.named_modules():
         if path and _overrides(child):
             inside = f"{prefix}{path}."
@@ -37,35 +37,71 @@ def _overrides(module: torch.nn.Module) -> bool:
     return method is not None and method is not MegatronModule.sharded_state_dict
 
 
-def _sharded_parameter(key: str, record: ParamRecord, data: torch.Tensor, offsets: tuple, tp: Group, replica: int) -> Any:
+@dataclass(frozen=True)
+class _Copy:
+    """Which of a parameter's parts a rank holds, and which of the ranks that hold it this one is."""
+
+    rank: int  # in the tensor-parallel group (experts': their own)
+    size: int
+    replica: int  # among the data-parallel ranks
+
+    @classmethod
+    def of(cls, record: ParamRecord, groups: ProcessGroupCollection, tp_group: Group = None) -> "_Copy":
+        if record.sharding.is_expert:
+            return cls(get_pg_rank(groups.expt_tp), get_pg_size(groups.expt_tp), get_pg_rank(groups.expt_dp))
+        tp = groups.tp if tp_group is None else tp_group
+        return cls(get_pg_rank(tp), get_pg_size(tp), get_pg_rank(groups.dp_cp))
+
+    def replica_id(self, record: ParamRecord) -> tuple[int, int, int]:
+        """Of the ranks that hold the same piece the one with zeros writes it."""
+        sharding = record.sharding
+        tied_copy = int(sharding.shared_with is not None and record.name != sharding.shared_with)
+        return (tied_copy, 0 if sharding.is_split else self.rank, self.replica)
+
+
+def _sharded_parameter(key: str, record: ParamRecord, data: torch.Tensor, offsets: tuple, copy: _Copy) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    sharding, rank, size = record.sharding, get_pg_rank(tp), get_pg_size(tp)
-    stacked = ((0, record.layer, record.num_layers),) if record.stacked else ()
-    layer = (*offsets, *stacked)
-    # Of the ranks that hold the same piece the one with zeros writes it.
-    tied_copy = int(sharding.shared_with is not None and record.name != sharding.shared_with)
-    copies = (tied_copy, 0 if sharding.is_split else rank, replica)
-    options = {"prepend_axis_num": len(layer), "allow_shape_mismatch": sharding.logical_size is not None}
-    if not sharding.is_split or size == 1:
-        return ShardedTensor.from_rank_offsets(key, data, *layer, replica_id=copies, **options)
-    dim = sharding.split_dim
-    assert dim is not None
-    pieces = local_pieces(sharding, rank, size)
+    sharding = record.sharding
+    # Dimensions before the tensor's own: those of `offsets` (axis, index, size), then layer and experts.
+    leading, sizes = tuple(index for _, index, _ in offsets), tuple(size for _, _, size in offsets)
+    own = len(record.place)
+    shape = (*sizes, *record.whole_shape)
+    prepended = len(offsets) + record.prepended
 
-    def piece(tensor: torch.Tensor, index: int) -> Any:
-        whole, part, rows = pieces[index]
-        at = (dim + len(layer), whole // rows, sharding.global_shape[dim] // rows)
-        return ShardedTensor.from_rank_offsets(key, tensor.narrow(dim, part, rows), *layer, at, replica_id=copies, **options)
+    def shard(tensor: torch.Tensor, first_row: int) -> ShardedTensor:
+        within = [0] * len(sharding.global_shape)
+        if sharding.split_dim is not None:
+            within[sharding.split_dim] = first_row
+        return ShardedTensor(
+            key,
+            tensor,
+            tensor.dtype,
+            tuple(tensor.shape),
+            shape,
+            (*leading, *record.place, *within),
+            None,
+            replica_id=copy.replica_id(record),
+            prepend_axis_num=prepended,
+            allow_shape_mismatch=sharding.logical_size is not None,
+        )
 
+    assert len(shape) == len(offsets) + own + len(sharding.global_shape)
+    if not sharding.is_split or copy.size == 1:
+        return shard(data, 0)
+    assert sharding.split_dim is not None
+    dim = sharding.split_dim + sharding.expert_dims
+    pieces = local_pieces(sharding, copy.rank, copy.size)
     if len(pieces) == 1:
-        return piece(data, 0)
+        return shard(data, pieces[0][0])
     return ShardedTensorFactory(
         key,
         data,
-        lambda key, tensor, replica_id, flattened_range: {str(index): piece(tensor, index) for index in range(len(pieces))},
+        lambda key, tensor, replica_id, flattened_range: {
+            str(index): shard(tensor.narrow(dim, part, rows), whole) for index, (whole, part, rows) in enumerate(pieces)
+        },
         lambda parts: torch.cat([parts[str(index)] for index in range(len(pieces))], dim=dim),
-        replica_id=copies,
+        replica_id=copy.replica_id(record),
     )
 
 
@@ -101,8 +137,7 @@ def make_sharded_tensors_for_checkpoint(
 
 def sharded_tensor_of(record: ParamRecord, tensor: torch.Tensor, prefix: str = "") -> Any:
     """`tensor`, which belongs to the record's parameter and has its shape (an optimizer's moment), as that parameter is sharded."""
-    groups = default_pg_collection(None)
-    return _sharded_parameter(prefix + record.key, record, tensor.detach(), (), groups.tp, get_pg_rank(groups.dp_cp))
+    return _sharded_parameter(prefix + record.key, record, tensor.detach(), (), _Copy.of(record, default_pg_collection(None)))
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -130,37 +165,42 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     return found + within_row(last_row, last_row * width, end)
 
 
-def sharded_range_of(record: ParamRecord, flat: torch.Tensor, start: int, prefix: str = "") -> list[Any]:
-    """ShardedTensors (views of `flat`) of the elements from `start` of the record's flattened parameter, which this rank alone keeps."""
+def sharded_range_of(record: ParamRecord, flat: torch.Tensor, start: int, prefix: str = "", replica: int = 0) -> list[Any]:
+    """ShardedTensors (views of `flat`) of the elements from `start` of the record's flattened parameter.
+
+    `replica`: 0 on one of the ranks that keep the same elements, which writes them.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    tp = default_pg_collection(None).tp
-    sharding, rank, size = record.sharding, get_pg_rank(tp), get_pg_size(tp)
-    shape = tuple(record.param.shape)
-    dim = (sharding.split_dim or 0) if sharding.is_split else 0
-    pieces = local_pieces(sharding, rank, size) if sharding.is_split and size > 1 else [(0, 0, shape[dim])]
-    tied_copy = int(sharding.shared_with is not None and record.name != sharding.shared_with)
-    layer, layers = ((record.layer,), (record.num_layers,)) if record.stacked else ((), ())
+    copy = replace(_Copy.of(record, default_pg_collection(None)), replica=replica)
+    sharding, shape = record.sharding, tuple(record.param.shape)
+    dim = (sharding.split_dim or 0) + sharding.expert_dims if sharding.is_split else 0
+    split = sharding.is_split and copy.size > 1
+    pieces = local_pieces(sharding, copy.rank, copy.size) if split else [(0, 0, shape[dim])]
+    place = record.place
     found = []
     for offsets, sizes, first in boxes_of_range(shape, start, start + flat.numel()):
         data = flat.detach()[first - start : first - start + math.prod(sizes)].view(sizes)
         for whole, part, rows in pieces:
             low, high = max(offsets[dim], part), min(offsets[dim] + sizes[dim], part + rows)
-            if low < high:
-                inside = data.narrow(dim, low - offsets[dim], high - low)
-                at = (*layer, *offsets[:dim], whole + low - part, *offsets[dim + 1 :])
-                found.append(
-                    ShardedTensor(
-                        prefix + record.key,
-                        inside,
-                        inside.dtype,
-                        tuple(inside.shape),
-                        (*layers, *sharding.global_shape),  # type: ignore[arg-type]
-                        at,  # type: ignore[arg-type]
-                        None,
-                        replica_id=(tied_copy, 0 if sharding.is_split else rank, 0),
-                        prepend_axis_num=len(layer),
-                        allow_shape_mismatch=sharding.logical_size is not None,
-                    )
+            if low >= high:
+                continue
+            inside = data.narrow(dim, low - offsets[dim], high - low)
+            at = [*offsets[:dim], whole + low - part, *offsets[dim + 1 :]]
+            if sharding.expert_dims:  # the parameter's own first dimension counts from its first expert
+                at[0] += place[-1]
+            found.append(
+                ShardedTensor(
+                    prefix + record.key,
+                    inside,
+                    inside.dtype,
+                    tuple(inside.shape),
+                    record.whole_shape,
+                    (*place[: record.prepended], *at),
+                    None,
+                    replica_id=copy.replica_id(record),
+                    prepend_axis_num=record.prepended,
+                    allow_shape_mismatch=sharding.logical_size is not None,
                 )
+            )
     return found

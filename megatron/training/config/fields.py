@@ -20,7 +20,7 @@ def flag(
     unit: str = "",
     choices: tuple[str, ...] | None = None,
     nargs: str | int | None = None,
-    type: type | None = None,
+    type: Any = None,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -37,7 +37,7 @@ def flag(
         unit: what one unit of a number is, shown in the help.
         choices: every value that Megatron-LM knows.
         built: those of `choices` that this version supports; the others are refused by name.
-        type: converter class where the annotation does not say it (enumerations).
+        type: an enumeration, or a function that converts the text, where the annotation does not say it.
         minimum, maximum, above, below: bounds of a number (`above` and `below` are exclusive).
         checkpoint: ARCHITECTURE, SETTING or None, see above.
         no_effect: why another value than the default changes nothing here; the help and a note to who gives it say so.

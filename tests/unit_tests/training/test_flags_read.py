@@ -26,7 +26,6 @@ CORE = {path: text for path, text in PROGRAM.items() if "megatron/core/" in path
 # dest -> by which way it acts that the searches below do not see
 ELSEWHERE = {
     "add_position_embedding": "checks: it must not contradict --position-embedding-type, which is what counts",
-    "expert_tensor_parallel_size": "checks_layout: refused above 1",
     "num_layers_per_virtual_pipeline_stage": "checks_layout.virtual_stages",
     "num_virtual_stages_per_pipeline_rank": "checks_layout.virtual_stages",
     "yaml_cfg": "arguments.parse_args looks for it on the line",
