@@ -15,6 +15,8 @@ _USED = (
     "virtual_pipeline_model_parallel_size",
     "sequence_parallel",
     "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "perform_initialization",
     "use_cpu_initialization",
     "init_seed",
@@ -33,7 +35,6 @@ _USED = (
 ANY_VALUE = (
     "hierarchical_context_parallel_sizes",  # parallel_state makes groups of these sizes; TransformerConfig says what is wrong with them
     "deterministic_mode",  # device.set_deterministic, which the program calls, tells torch
-    "expert_tensor_parallel_size",  # parallel_state is told the sizes of its groups; no dense layer uses this one
     "deallocate_pipeline_outputs",  # what was received by the next stage is let go of in any case
     "cross_entropy_loss_fusion",  # there is one cross-entropy, and it is fused
     "timers",  # the training loop times its phases itself

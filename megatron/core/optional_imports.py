@@ -10,6 +10,7 @@ from types import ModuleType
 
 # import name -> what to type to have it
 INSTALL_COMMAND = {
+    "deep_ep": "build it from its sources, https://github.com/deepseek-ai/DeepEP",
     "fsspec": "pip install fsspec",
     "matplotlib": "pip install matplotlib",
     "nltk": "pip install nltk",

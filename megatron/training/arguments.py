@@ -27,7 +27,7 @@ from megatron.training.argument_utils import (
     check_tokens,
     yaml_tokens,
 )
-from megatron.training.config import checks, checks_files, checks_layout
+from megatron.training.config import checks, checks_files, checks_layout, checks_moe
 from megatron.training.config.checks import was_given
 from megatron.training.config.fields import ARCHITECTURE
 
@@ -156,7 +156,7 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
 
 def _rules() -> list[Callable[[argparse.Namespace], Any]]:
     rules = [rule for rule in checks.RULES if rule is not checks.check_ranges]
-    return [*rules, *checks_layout.RULES, *checks_files.RULES]
+    return [*rules, *checks_layout.RULES, *checks_moe.RULES, *checks_files.RULES]
 
 
 def _other_activation_given(args: argparse.Namespace, dest: str) -> bool:
@@ -198,6 +198,10 @@ def derive(args: argparse.Namespace) -> None:
     if args.save and args.wandb_project:
         fill("wandb_save_dir", os.path.join(args.save, "wandb"))
     fill("expert_tensor_parallel_size", args.tensor_model_parallel_size)
+    for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):  # several values in form, mostly one
+        value = getattr(args, dest)
+        if isinstance(value, list) and len(value) == 1:
+            setattr(args, dest, value[0])
     args.virtual_pipeline_model_parallel_size = checks_layout.virtual_stages(args)
     # read nowhere here: a name that scripts written for Megatron-LM use
     args.transformer_pipeline_model_parallel_size = args.pipeline_model_parallel_size
@@ -363,6 +367,7 @@ def core_transformer_config_from_args(args: argparse.Namespace, config_class: An
         "use_cpu_initialization": bool(args.use_cpu_initialization),
         "deallocate_pipeline_outputs": True,
         "init_seed": args.seed,
+        "num_moe_experts": args.num_experts,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
     }

@@ -4,7 +4,10 @@ import argparse
 import sys
 
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import LOGGED_AS
+from megatron.core.transformer.moe.settings import balance_coefficients, moe_layer_pattern
 from megatron.training import callbacks as cb
+from megatron.training.callbacks.expert_log import ExpertLog
 from megatron.training.callbacks.sinks import open_tensorboard
 from megatron.training.data import HeldOutSet
 from megatron.training.global_vars import get_tensorboard_writer, get_timers, set_global
@@ -14,6 +17,7 @@ from megatron.training.training_log import is_last_rank
 def build_callbacks(args: argparse.Namespace, validation: list[HeldOutSet], test: list[HeldOutSet]) -> list[cb.Callback]:
     """The run's callbacks, in the order of their calls: log, evaluate, decide to stop, save. The last reader of `args`."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = build_expert_log(args)
     log = cb.IntervalLog(
         build_sinks(args) if is_last_rank() else [],
         interval=args.log_interval,
@@ -24,8 +28,10 @@ def build_callbacks(args: argparse.Namespace, validation: list[HeldOutSet], test
         loss_scaling=bool(args.fp16),
         timers=get_timers(),
         timers_writer=get_tensorboard_writer() if args.log_timers_to_tensorboard else None,
+        experts=experts,
     )
     callbacks: list[cb.Callback] = [cb.ProgressLine()] if is_last_rank() and sys.stdout.isatty() else []
+    callbacks += [] if experts is None else [experts]
     callbacks.append(log)
     callbacks.append(
         cb.Evaluate(
@@ -62,6 +68,23 @@ def build_callbacks(args: argparse.Namespace, validation: list[HeldOutSet], test
     if args.manual_gc:
         callbacks.append(cb.GarbageCollection(args.manual_gc_interval))
     return callbacks
+
+
+def build_expert_log(args: argparse.Namespace) -> ExpertLog | None:
+    """What reads the routers' numbers, where the model has any."""
+    pattern = [] if args.num_experts is None else moe_layer_pattern(args.moe_layer_freq, args.num_layers)
+    layers = [number for number, moe in enumerate(pattern, 1) if moe]
+    if not layers:
+        return None
+    losses = [*balance_coefficients(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff)]
+    return ExpertLog(
+        layers,
+        args.num_experts,
+        [LOGGED_AS[kind] for kind in (*losses, *(["z_loss"] if args.moe_z_loss_coeff else []))],
+        same_tokens=1 if args.sequence_parallel else args.tensor_model_parallel_size,
+        replicas=args.data_parallel_size,
+        per_layer=args.moe_per_layer_logging,
+    )
 
 
 def build_sinks(args: argparse.Namespace) -> list[cb.LogSink]:

@@ -5,6 +5,7 @@ import dataclasses
 
 from megatron.core.tokenizers.build import vocab_size_with_padding
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.transformer.moe.settings import moe_layer_pattern
 from megatron.training.config import SECTIONS, checks
 
 GIB = 2**30
@@ -22,9 +23,23 @@ def padded_vocab_size(args: argparse.Namespace) -> int | None:
     return vocab_size_with_padding(tokens, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
 
 
-def layer_parameters(args: argparse.Namespace) -> int:
-    """Parameters of one Transformer layer: attention, MLP, norms."""
-    hidden, ffn, head = args.hidden_size, args.ffn_hidden_size, args.kv_channels
+def expert_parameters(args: argparse.Namespace) -> int:
+    """Parameters of one expert."""
+    hidden, ffn = args.hidden_size, args.moe_ffn_hidden_size or args.ffn_hidden_size
+    in_ffn = ffn * (2 if args.swiglu or args.quick_geglu else 1)
+    return hidden * in_ffn + ffn * hidden + (in_ffn + hidden if args.add_bias_linear else 0)
+
+
+def moe_layer_parameters(args: argparse.Namespace) -> int:
+    """Parameters of a layer with experts, without these: attention, norms, gate, shared experts."""
+    shared = args.moe_shared_expert_intermediate_size
+    count = layer_parameters(args, ffn=shared or 0) + args.hidden_size * (args.num_experts + bool(args.moe_shared_expert_gate))
+    return count - (args.hidden_size if args.add_bias_linear and not shared else 0)  # the bias of an MLP that is not there
+
+
+def layer_parameters(args: argparse.Namespace, ffn: int | None = None) -> int:
+    """Parameters of one Transformer layer: attention, MLP of inner width `ffn` (--ffn-hidden-size), norms."""
+    hidden, ffn, head = args.hidden_size, args.ffn_hidden_size if ffn is None else ffn, args.kv_channels
     query = args.num_attention_heads * head
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     qkv = query + 2 * groups * head
@@ -71,7 +86,13 @@ def activation_bytes(args: argparse.Namespace) -> int:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     gate = 3 if args.swiglu or args.quick_geglu else 2
     residual = 4 * args.hidden_size // (tensor if args.sequence_parallel else 1)
-    per_layer = residual + (2 * (args.num_attention_heads + groups) * head + gate * args.ffn_hidden_size) // tensor
+    ffn = args.ffn_hidden_size
+    if args.num_experts is not None:  # most layers have them, and each token goes to several
+        routed = args.moe_router_topk * (args.moe_ffn_hidden_size or ffn)
+        ffn = max(ffn if not all(moe_layer_pattern(args.moe_layer_freq, args.num_layers)) else 0, routed) + (
+            args.moe_shared_expert_intermediate_size or 0
+        )
+    per_layer = residual + (2 * (args.num_attention_heads + groups) * head + gate * ffn) // tensor
     logits = (padded_vocab_size(args) or 0) // tensor * (width + 4)
     return tokens * (width * per_layer * args.num_layers + logits)
 
@@ -106,17 +127,32 @@ def _batch_lines(args: argparse.Namespace) -> list[str]:
     return lines
 
 
+def _layer_lines(args: argparse.Namespace) -> tuple[list[str], int, int]:
+    """(lines on the layers, their parameters without experts, those of experts)."""
+    layer = layer_parameters(args)
+    if args.num_experts is None:
+        return [f"layers: {args.num_layers} of {layer} parameters"], args.num_layers * layer, 0
+    moe = sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers))
+    outside, expert = moe_layer_parameters(args), expert_parameters(args)
+    line = (
+        f"layers: {args.num_layers - moe} dense of {layer} parameters, {moe} of {outside} + {args.num_experts} experts of {expert} "
+        f"({args.moe_router_topk} of them for a token)"
+    )
+    return [line], (args.num_layers - moe) * layer + moe * outside, moe * args.num_experts * expert
+
+
 def _model_lines(args: argparse.Namespace) -> list[str]:
     if any(getattr(args, dest) is None for dest in ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "seq_length")):
         return ["model: as in the checkpoint"]
-    layer = layer_parameters(args)
-    lines = [f"layers: {args.num_layers} of {layer} parameters"]
+    lines, dense, experts = _layer_lines(args)
     rest = embedding_parameters(args)
     if rest is None:
-        return [*lines, f"parameters: {args.num_layers * layer} + embeddings (their size is the tokenizer's)"]
-    total = args.num_layers * layer + rest
+        return [*lines, f"parameters: {dense + experts} + embeddings (their size is the tokenizer's)"]
+    total = dense + experts + rest
     # all but norms and learned positions, which are small, is divided over the tensor-parallel ranks
-    state, activations = total // args.tensor_model_parallel_size * state_bytes_per_parameter(args), activation_bytes(args)
+    held = (dense + rest) // args.tensor_model_parallel_size
+    held += experts // (args.expert_model_parallel_size * args.expert_tensor_parallel_size)
+    state, activations = held * state_bytes_per_parameter(args), activation_bytes(args)
     return [
         *lines,
         f"vocabulary: {padded_vocab_size(args)} rows; embeddings, final norm and head: {rest} parameters",

@@ -12,6 +12,7 @@ from megatron.core.enums import ModelType
 from megatron.core.flops import model_flops
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe.settings import moe_layer_pattern
 from megatron.training import errors
 from megatron.training.arguments import finalize_args, parse_and_validate
 from megatron.training.callback_setup import build_callbacks
@@ -116,7 +117,21 @@ def flops_of_sample(args: argparse.Namespace) -> float:
         gated_linear_unit=args.swiglu or args.quick_geglu,
         seq_length=args.seq_length,
         vocab_size=args.softmax_vocab_size,
+        **_flops_of_experts(args),
     )
+
+
+def _flops_of_experts(args: argparse.Namespace) -> dict[str, Any]:
+    if args.num_experts is None:
+        return {}
+    return {
+        "num_experts": args.num_experts,
+        "moe_layers": sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers)),
+        "moe_ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        "moe_router_topk": args.moe_router_topk,
+        "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": args.moe_shared_expert_gate,
+    }
 
 
 def train(run: TrainingRun, batches: Iterator, callbacks: list[Callback]) -> None:

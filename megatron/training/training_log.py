@@ -66,6 +66,8 @@ class IntervalNumbers:
     tokens_per_second: float  # of all devices
     mfu: float | None = None
     memory_bytes: int = 0
+    details: dict[str, float] = field(default_factory=dict)  # means like those of losses, for files and TensorBoard alone
+    expert_load: dict[int, list[float]] = field(default_factory=dict)  # MoE layer, from 1 -> tokens by expert, all steps and ranks
 
 
 @dataclass
@@ -81,6 +83,8 @@ class StepNumbers:
     num_zeros: int | None
     updated: bool
     nonfinite_here: list[str] = field(default_factory=list)  # names of the losses that were NaN or Inf on this rank
+    details: dict[str, float] = field(default_factory=dict)
+    expert_load: dict[int, list[float]] = field(default_factory=dict)
 
 
 @dataclass

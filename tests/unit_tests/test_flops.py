@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.flops import model_flops
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,11 +22,19 @@ SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
         {},
         {"ffn_hidden_size": 176, "gated_linear_unit": True, "num_query_groups": 2},
         {"kv_channels": 24, "num_query_groups": 1},
+        {"num_moe_experts": 8, "moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 48, "gated_linear_unit": True},
+        {
+            "num_moe_experts": 4,
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_shared_expert_gate": True,
+        },
     ],
 )
 def test_formula_counts_what_runs(extra):
     config = TransformerConfig(**SHAPE, **extra, activation_func=F.silu, attention_backend=AttnBackend.unfused, attention_dropout=0.0)
-    model = GPTModel(config, get_gpt_layer_local_spec(), 256, 32, position_embedding_type="rope")
+    model = GPTModel(config, get_gpt_decoder_block_spec(config, False), 256, 32, position_embedding_type="rope")
     ids = torch.randint(0, 256, (1, 32))
     with FlopCounterMode(display=False) as counter:
         model(ids, None, None, labels=ids).sum().backward()
@@ -39,6 +47,12 @@ def test_formula_counts_what_runs(extra):
         seq_length=32,
         vocab_size=256,
         causal=False,
+        num_experts=config.num_moe_experts,
+        moe_layers=sum(config.moe_layers()),
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size or 0,
+        moe_router_topk=config.moe_router_topk,
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+        moe_shared_expert_gate=config.moe_shared_expert_gate,
     )
     assert counted == pytest.approx(flops, rel=1e-6)
 

@@ -1,4 +1,5 @@
-"""What is left to do for gradients after the last backward: reduce, add up partial ones, divide by the number of tokens."""
+"""What is left to do for gradients after the last backward: reduce, add up partial ones, divide by the number of tokens. Routers close
+their step."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.transformer.moe.router import finish_router_step
 from megatron.core.utils import get_pg_size
 
 
@@ -29,6 +31,7 @@ def finalize_model_grads(
     params = [param for chunk in model for param in chunk.module.parameters() if param.requires_grad]
     _sum_partial_gradients(params, pg_collection)
     _sum_tied_gradients(params, pg_collection)
+    finish_router_step(model, pg_collection)
     if num_tokens is not None:
         total = _tokens_of_pipeline(num_tokens, params[0].device, pg_collection)
         if get_pg_size(pg_collection.dp_cp) > 1:

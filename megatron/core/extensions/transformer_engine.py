@@ -41,6 +41,10 @@ class TEDotProductAttention(_NotYet):
     pass
 
 
+class TEGroupedLinear(_NotYet):
+    pass
+
+
 def transformer_engine_problem(what: str) -> str:
     """Why `what` cannot be built."""
     if not HAVE_TE:
@@ -65,3 +69,6 @@ class TESpecProvider:
 
     def core_attention(self) -> Any:
         return TEDotProductAttention
+
+    def grouped_linear(self) -> Any:
+        return TEGroupedLinear

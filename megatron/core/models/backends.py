@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import GroupedLinear
 
 
 class BackendSpecProvider(Protocol):
@@ -21,6 +22,9 @@ class BackendSpecProvider(Protocol):
         """Norm and linear in one; None where the backend composes them."""
 
     def core_attention(self) -> Any: ...
+
+    def grouped_linear(self) -> Any:
+        """A linear of several experts at once, see transformer/moe/experts.py."""
 
 
 class LocalSpecProvider:
@@ -40,3 +44,6 @@ class LocalSpecProvider:
 
     def core_attention(self) -> Any:
         return DotProductAttention
+
+    def grouped_linear(self) -> Any:
+        return GroupedLinear

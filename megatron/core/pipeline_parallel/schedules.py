@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, put_off_weight_grads, write_weight_grad
+from megatron.core.transformer.moe.aux_loss import MoEAuxLossAutoScaler, balance_loss_scale
 from megatron.core.utils import Group, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 
 from .p2p_communication import P2PCommunicator
@@ -116,6 +117,9 @@ class _Stage:
         self.tokens: list[torch.Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, list[torch.Tensor]]] = {}
         self._put_off: dict[tuple[int, int], WeightGradQueue] = {}
+        if not forward_only and getattr(self.config, "num_moe_experts", None) is not None:
+            like = next(chunks[0].parameters())
+            MoEAuxLossAutoScaler.set_loss_scale(balance_loss_scale(self.config, num_microbatches, like))
 
     def forward(self, chunk: int, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
         model = self.chunks[chunk]

@@ -21,15 +21,17 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.param_sharding import ParamSharding, Segment, declare, local_shape, replicated
+from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, declare, local_shape
 from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.tensor_parallel.weight_grad import write_weight_grad
 from megatron.core.utils import Group, divide, get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
 
 
-def resolve_tp_group(tp_group: Group, pg_collection: ProcessGroupCollection | None) -> Group:
-    """The tensor-parallel group of a layer: of the collection, else the one given, else that of `parallel_state`."""
-    return pg_collection.tp if pg_collection is not None else get_tensor_model_parallel_group_if_none(tp_group)
+def resolve_tp_group(tp_group: Group, pg_collection: ProcessGroupCollection | None, is_expert: bool = False) -> Group:
+    """The (expert) tensor-parallel group of a layer: of the collection, else the one given, else that of `parallel_state`."""
+    if pg_collection is not None:
+        return pg_collection.expt_tp if is_expert else pg_collection.tp
+    return get_tensor_model_parallel_group_if_none(tp_group, is_expert)
 
 
 def empty_parameter(sharding: ParamSharding, config: ModelParallelConfig, tp_size: int) -> torch.nn.Parameter:
@@ -114,9 +116,19 @@ def linear_with_grad_accumulation_and_async_allreduce(
     )
 
 
-def _refuse_expert(is_expert: bool, layer: str) -> None:
-    if is_expert:
-        raise ValueError(f"{layer}: is_expert is not built yet; leave it out")
+class _ShareOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: int) -> torch.Tensor:
+        return x / parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def share_of_sum(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """x / parts, for a value that `parts` ranks hold each whole and whose shares will be summed over them; each gets the whole gradient."""
+    return x if parts == 1 else _ShareOfSum.apply(x, parts)
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -126,6 +138,7 @@ class ColumnParallelLinear(torch.nn.Module):
     instead of added when `skip_bias_add`. `stride`: the outputs are that many equal segments, each split by itself;
     `segments` (ours) names and sizes them instead. `disable_grad_reduce`: the caller sums the input's gradient.
     `logical_size` (ours): outputs beyond it are padding. `shared_with` (ours): the checkpoint key of the tied weight.
+    `is_expert`: split over `expt_tp` and communicating nothing, the dispatcher does; `experts` (ours) says which expert it is.
     """
 
     def __init__(
@@ -152,27 +165,28 @@ class ColumnParallelLinear(torch.nn.Module):
         segments: tuple[tuple[str, int], ...] | None = None,
         logical_size: int | None = None,
         shared_with: str | None = None,
+        experts: Experts | None = None,
     ) -> None:
         super().__init__()
-        _refuse_expert(is_expert, "ColumnParallelLinear")
         self.input_size, self.output_size = input_size, output_size
         self.config, self.gather_output, self.skip_bias_add = config, gather_output, skip_bias_add
-        self.tp_group = resolve_tp_group(tp_group, pg_collection)
+        self.tp_group = resolve_tp_group(tp_group, pg_collection, is_expert)
         rank, size = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
         self.output_size_per_partition = divide(output_size, size)
-        self.sequence_parallel = config.sequence_parallel and size > 1
-        self.allreduce_dgrad = size > 1 and not self.sequence_parallel and not disable_grad_reduce
+        self.sequence_parallel = config.sequence_parallel and size > 1 and not is_expert
+        self.allreduce_dgrad = size > 1 and not self.sequence_parallel and not disable_grad_reduce and not is_expert
+        expert: dict[str, Any] = {"is_expert": is_expert, "experts": experts}
         if self.sequence_parallel and gather_output:
             raise ValueError("ColumnParallelLinear: gather_output cannot be used with sequence_parallel; turn one off")
         names = segments or tuple((f"rows{index}", divide(output_size, stride)) for index in range(stride))
         rows = tuple(Segment(segment, length, "tp") for segment, length in names)
         self.weight: Any = None
         if not skip_weight_param_allocation:
-            sharding = ParamSharding((output_size, input_size), 0, rows, logical_size, shared_with=shared_with)
+            sharding = ParamSharding((output_size, input_size), 0, rows, logical_size, shared_with=shared_with, **expert)
             self.weight = empty_parameter(sharding, config, size)
             declare(self.weight, sharding, init_method, tp_rank=rank, tp_size=size)
         if bias:
-            sharding = ParamSharding((output_size,), 0, rows, logical_size)
+            sharding = ParamSharding((output_size,), 0, rows, logical_size, **expert)
             self.bias = empty_parameter(sharding, config, size)
             declare(self.bias, sharding, torch.nn.init.zeros_, tp_rank=rank, tp_size=size)
         else:
@@ -209,6 +223,7 @@ class RowParallelLinear(torch.nn.Module):
 
     forward: [s, b, input_size / tp] (or whole, when not `input_is_parallel`) -> ([s, b, output_size], bias or None), summed over the ranks,
     and split by tokens under sequence parallelism. The bias is returned instead of added when `skip_bias_add`.
+    `is_expert`: split over `expt_tp`; the output (and the bias) is this rank's part of the sum, which the dispatcher makes.
     """
 
     def __init__(
@@ -228,30 +243,35 @@ class RowParallelLinear(torch.nn.Module):
         tp_group: Group = None,
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        experts: Experts | None = None,
     ) -> None:
         super().__init__()
-        _refuse_expert(is_expert, "RowParallelLinear")
         self.input_size, self.output_size = input_size, output_size
-        self.config, self.input_is_parallel, self.skip_bias_add = config, input_is_parallel, skip_bias_add
-        self.tp_group = resolve_tp_group(tp_group, pg_collection)
+        self.config, self.input_is_parallel, self.skip_bias_add, self.is_expert = config, input_is_parallel, skip_bias_add, is_expert
+        self.tp_group = resolve_tp_group(tp_group, pg_collection, is_expert)
         rank, size = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
         self.input_size_per_partition = divide(input_size, size)
-        self.sequence_parallel = config.sequence_parallel and size > 1
+        self.sequence_parallel = config.sequence_parallel and size > 1 and not is_expert
         if self.sequence_parallel and not input_is_parallel:
             raise ValueError("RowParallelLinear: sequence_parallel needs input_is_parallel")
         rows = tuple(Segment(f"columns{index}", divide(input_size, stride), "tp") for index in range(stride))
-        sharding = ParamSharding((output_size, input_size), 1, rows)
+        expert: dict[str, Any] = {"is_expert": is_expert, "experts": experts}
+        sharding = ParamSharding((output_size, input_size), 1, rows, **expert)
         self.weight = empty_parameter(sharding, config, size)
         declare(self.weight, sharding, init_method, tp_rank=rank, tp_size=size)
         if bias:
             # Added after the sum, so every rank has all of it; under sequence parallelism each sees the gradient of its own tokens alone.
-            sharding = replicated((output_size,), grad_partial=("tp",) if self.sequence_parallel else ())
+            sharding = ParamSharding((output_size,), grad_partial=("tp",) if self.sequence_parallel else (), **expert)
             self.bias = empty_parameter(sharding, config, size)
             declare(self.bias, sharding, torch.nn.init.zeros_, tp_rank=rank, tp_size=size)
         else:
             self.register_parameter("bias", None)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.is_expert:
+            output = _Linear.apply(input_, self.weight, None, self.config.gradient_accumulation_fusion, False, False, self.tp_group)
+            share = None if self.bias is None else share_of_sum(self.bias, get_pg_size(self.tp_group))
+            return (output, share) if self.skip_bias_add or share is None else (output + share, None)
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         bias = None if self.skip_bias_add else self.bias

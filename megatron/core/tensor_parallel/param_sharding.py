@@ -218,29 +218,43 @@ def build_param_table(model_chunk: Any) -> dict[str, ParamRecord]:
     Raises ValueError naming the parameters that no layer declared.
     """
     model = unwrap_model(model_chunk)
-    layers = {prefix: module for prefix, module in model.named_modules() if hasattr(module, "sharded_state_dict_keys_map")}
+    layers = _layers_of(model)
     table, missing = {}, []
     for name, param in model.named_parameters():
         if not hasattr(param, "sharding"):
             missing.append(name)
             continue
-        prefix = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
-        if prefix is None:
-            key = param.sharding.shared_with or _expert_key(name, param.sharding)
-            table[name] = ParamRecord(name, param, param.sharding, None, key, False, 0, key)
-        else:
-            layer = layers[prefix]
-            stack, own = prefix.rpartition(".")[0], mapped_key(name[len(prefix) + 1 :], layer.sharded_state_dict_keys_map)
-            family = f"{stack}.{_expert_key(own, param.sharding)}".lstrip(".")
-            index, stacked = layer.layer_number - 1, layers_are_stacked(layer.config)
-            key = family if stacked else f"{stack}.{index}{family[len(stack) :]}".lstrip(".")
-            table[name] = ParamRecord(name, param, param.sharding, index, key, stacked, layer.config.num_layers, family)
+        table[name] = _record_of(name, param, layers)
     if missing:
         raise ValueError(
             f"parameters without a sharding record: {', '.join(missing)}; the layer that makes one must call "
             "param_sharding.declare(param, ParamSharding(...), initializer)"
         )
     return table
+
+
+def buffer_table(model_chunk: Any) -> dict[str, ParamRecord]:
+    """The same of the buffers that have a sharding record, which are stored like parameters: the expert bias of routers."""
+    model = unwrap_model(model_chunk)
+    layers = _layers_of(model)
+    return {name: _record_of(name, buffer, layers) for name, buffer in model.named_buffers() if hasattr(buffer, "sharding")}
+
+
+def _layers_of(model: Any) -> dict[str, Any]:
+    return {prefix: module for prefix, module in model.named_modules() if hasattr(module, "sharded_state_dict_keys_map")}
+
+
+def _record_of(name: str, param: Any, layers: dict[str, Any]) -> ParamRecord:
+    prefix = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
+    if prefix is None:
+        key = param.sharding.shared_with or _expert_key(name, param.sharding)
+        return ParamRecord(name, param, param.sharding, None, key, False, 0, key)
+    layer = layers[prefix]
+    stack, own = prefix.rpartition(".")[0], mapped_key(name[len(prefix) + 1 :], layer.sharded_state_dict_keys_map)
+    family = f"{stack}.{_expert_key(own, param.sharding)}".lstrip(".")
+    index, stacked = layer.layer_number - 1, layers_are_stacked(layer.config)
+    key = family if stacked else f"{stack}.{index}{family[len(stack) :]}".lstrip(".")
+    return ParamRecord(name, param, param.sharding, index, key, stacked, layer.config.num_layers, family)
 
 
 def mapped_key(name: str, keys_map: dict[str, str]) -> str:

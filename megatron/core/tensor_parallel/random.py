@@ -178,20 +178,20 @@ def checkpoint(function: Callable, distribute_saved_activations: bool, *args: An
 
 class _RunAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, owner: "RecomputedOutput", function: Callable, inp: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, owner: "RecomputedOutput", function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.owner = owner
         with torch.no_grad():
-            return function(inp)
+            return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        inp, out = ctx.owner.take()
+        inputs, out = ctx.owner.take()
         torch.autograd.backward(out, grads[0])
-        return None, None, inp.grad
+        return None, None, *(inp.grad for inp in inputs)
 
 
 class RecomputedOutput:
-    """The output of a cheap function of one tensor, freed after the forward and made again when the backward first needs it.
+    """The output of a cheap function of tensors, freed after the forward and made again when the backward first needs it.
 
     Unlike `checkpoint`, which keeps the output and drops what is inside, this frees the output itself, also for those who saved it for
     their own backward. The function must return a new contiguous tensor. `active` False: `run` is a plain call, and nothing is freed.
@@ -199,24 +199,24 @@ class RecomputedOutput:
 
     def __init__(self, active: bool = True) -> None:
         self.active = active
-        self._again: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._again: Callable[[], tuple[list[torch.Tensor], torch.Tensor]] | None = None
         self._storage: torch.UntypedStorage | None = None
         self._size = 0
-        self._pair: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pair: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
-    def run(self, function: Callable[[torch.Tensor], torch.Tensor], inp: torch.Tensor) -> torch.Tensor:
-        self.active = self.active and _needs_gradients((inp,))
+    def run(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        self.active = self.active and _needs_gradients(inputs)
         if not self.active:
-            return function(inp)
-        states, detached = _all_states(), inp.detach()
+            return function(*inputs)
+        states, detached = _all_states(), [inp.detach() for inp in inputs]
 
-        def again() -> tuple[torch.Tensor, torch.Tensor]:
-            leaf = detached.detach().requires_grad_()
+        def again() -> tuple[list[torch.Tensor], torch.Tensor]:
+            leaves = [inp.detach().requires_grad_() for inp in detached]
             with _replayed(states):
-                return leaf, function(leaf)
+                return leaves, function(*leaves)
 
         self._again = again
-        output = _RunAgain.apply(self, function, inp)
+        output = _RunAgain.apply(self, function, *inputs)
         self._storage, self._size = output.untyped_storage(), output.untyped_storage().nbytes()
         return output
 
@@ -235,8 +235,8 @@ class RecomputedOutput:
         self._storage.copy_(self._pair[1].untyped_storage())
         self._storage = self._again = None
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input, output) of the second run, with a graph between them; the first one is made where nothing was freed."""
+    def take(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(inputs, output) of the second run, with a graph between them; the first one is made where nothing was freed."""
         pair, self._pair = self._pair, None
         if pair is None:
             assert self._again is not None, "the backward of a recomputed output ran twice"

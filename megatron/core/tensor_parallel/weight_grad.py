@@ -70,3 +70,26 @@ def _mark_written(param: Any) -> None:
     ready = getattr(param, "grad_ready", None)
     if ready is not None:
         ready()
+
+
+def write_grouped_weight_grad(
+    weight: Any, product: torch.Tensor | None, parts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+) -> None:
+    """main_grad (+)= the gradients of a weight [experts, out, in]: `product` of that shape, or each expert's grad_output^T @ inputs.
+
+    parts: (grad_output [rows, out], inputs [rows, in]) of each expert. It is never put off.
+    """
+    main_grad: torch.Tensor = weight.main_grad
+    if product is None and parts is not None:
+        if main_grad.dtype != parts[0][0].dtype:
+            product = torch.stack([grad.t().mm(inputs) for grad, inputs in parts])
+        else:
+            for part, (grad, inputs) in zip(main_grad.unbind(0), parts):
+                if weight.main_grad_filled:
+                    part.addmm_(grad.t(), inputs)
+                else:
+                    torch.mm(grad.t(), inputs, out=part)
+            _mark_written(weight)
+            return
+    assert product is not None
+    add_to_main_grad(weight, product)

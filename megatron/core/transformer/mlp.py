@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.param_sharding import Experts
+from megatron.core.tensor_parallel.random import RecomputedOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +28,8 @@ class MLP(MegatronModule):
     """h -> ffn -> h, each linear split over the tensor-parallel ranks; fc1 holds gate rows then up rows for gated activations.
 
     forward: [s, b, input_size] -> ([s, b, hidden_size], bias or None).
+    An expert's MLP is split over `expt_tp`: [n, input_size] -> ([n, hidden_size], None), this rank's part of a sum that the dispatcher
+    makes, each token times per_token_scale [n].
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class MLP(MegatronModule):
         tp_group: Group = None,
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        experts: Experts | None = None,
     ) -> None:
         super().__init__(config)
         groups = default_pg_collection(pg_collection)
@@ -45,13 +50,14 @@ class MLP(MegatronModule):
             groups.tp = tp_group
         ffn = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         assert ffn is not None
-        gated = config.gated_linear_unit
-        # gate and up are split each by itself: a rank holds the same channels of both
-        shape: dict[str, Any] = {"segments": (("gate", ffn), ("up", ffn))} if gated else {}
+        segments = fc1_segments(config, ffn)
+        shape: dict[str, Any] = {"segments": segments} if config.gated_linear_unit else {}
+        which: dict[str, Any] = {"experts": experts} if is_expert else {}
+        self.is_expert = is_expert
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             config.hidden_size if input_size is None else input_size,
-            2 * ffn if gated else ffn,
+            sum(size for _, size in segments),
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -61,6 +67,7 @@ class MLP(MegatronModule):
             tp_comm_buffer_name="fc1",
             pg_collection=groups,
             **shape,
+            **which,
         )
         self.activation_func = build_module(submodules.activation_func, config) if submodules.activation_func else config.activation_func
         self.linear_fc2 = build_module(
@@ -71,27 +78,51 @@ class MLP(MegatronModule):
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             input_is_parallel=True,
-            skip_bias_add=False,
+            skip_bias_add=is_expert,  # an expert's is weighted by token
             is_expert=is_expert,
             tp_comm_buffer_name="fc2",
             pg_collection=groups,
+            **which,
         )
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if per_token_scale is not None:
-            raise ValueError("MLP: per_token_scale is not built yet; leave it out")
         intermediate, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(self._activate(intermediate))
+        if not self.is_expert:
+            if per_token_scale is not None:
+                raise ValueError("MLP: per_token_scale is for experts; leave it out")
+            return self.linear_fc2(self._activate(intermediate))
+        act = RecomputedOutput(self.training and self.config.recomputes("moe_act"))
+        scale = intermediate.new_ones(intermediate.shape[:-1]) if per_token_scale is None else per_token_scale
+        activated = act.run(self._activate, intermediate, scale)
+        output, bias = self.linear_fc2(activated)
+        if bias is not None:
+            output = output + (bias * scale.unsqueeze(-1)).to(output.dtype)
+        act.free_until_backward_of(output)
+        return output, None
 
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
-        fused = self.config.bias_activation_fusion
-        if self.config.gated_linear_unit:
-            if fused and self.activation_func is F.silu:
-                return bias_swiglu_impl(x, None)
+    def _activate(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return activate(self.config, x, scale, self.activation_func)
+
+
+def fc1_segments(config: TransformerConfig, ffn: int) -> tuple[tuple[str, int], ...]:
+    """Rows of fc1. Gate and up are split each by itself: a rank holds the same channels of both."""
+    return (("gate", ffn), ("up", ffn)) if config.gated_linear_unit else (("rows0", ffn),)
+
+
+def activate(config: TransformerConfig, x: torch.Tensor, scale: torch.Tensor | None = None, activation_func: Any = None) -> torch.Tensor:
+    """fc1's output [.., rows of fc1] -> fc2's input [.., ffn], times `scale` [..] (of at least its precision) where that is given."""
+    function = activation_func or config.activation_func
+    fused = config.bias_activation_fusion
+    if config.gated_linear_unit:
+        if fused and function is F.silu:
+            out = bias_swiglu_impl(x, None)
+        else:
             gate, up = x.chunk(2, dim=-1)
-            return self.activation_func(gate) * up
-        if fused and self.activation_func is F.gelu:
-            return bias_gelu_impl(x, None)
-        return self.activation_func(x)
+            out = function(gate) * up
+    elif fused and function is F.gelu:
+        out = bias_gelu_impl(x, None)
+    else:
+        out = function(x)
+    return out if scale is None else (out * scale.unsqueeze(-1)).to(out.dtype)

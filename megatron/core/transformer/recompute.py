@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
-# Parts of a layer: `core_attn` scores, softmax and context; `mlp` the feed-forward half; `layernorm` the outputs of both norms.
-BUILT_MODULES = ("core_attn", "mlp", "layernorm")
+# Parts of a layer: `core_attn` scores, softmax and context; `mlp` the feed-forward half; `layernorm` the outputs of both norms;
+# of a mixture of experts `moe` all of it, `moe_act` the outputs of the experts' activation function, `shared_experts`.
+BUILT_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 DEFAULT_MODULES = ("core_attn",)
-NOT_BUILT_MODULES = ("moe_act", "mla_up_proj", "moe", "shared_experts")
+NOT_BUILT_MODULES = ("mla_up_proj",)
 
 
 def recompute_problems(

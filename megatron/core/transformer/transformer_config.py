@@ -11,6 +11,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.settings import moe_layer_pattern, moe_problems
 from megatron.core.transformer.recompute import DEFAULT_MODULES, recompute_problems
 from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
@@ -60,11 +61,41 @@ _USED = (
     "calculate_per_token_loss",
     "logical_vocab_size",
     "softmax_vocab_size",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_grouped_gemm",
+    "moe_router_topk",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_dtype",
+    "moe_router_force_load_balancing",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_token_dispatcher_type",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_overlap",
+    "moe_layer_recompute",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
     "masked_softmax_fusion",  # attention_backend chooses the kernel
     "persist_layer_norm",  # torch chooses the kernel
+    "moe_permute_fusion",  # one permutation, which reads and sums rows by index
+    "moe_per_layer_logging",  # the training loop's business
+    "moe_enable_deepep",  # goes with the dispatcher flex alone, which is refused
+    "moe_flex_dispatcher_backend",
 )
 
 
@@ -145,8 +176,39 @@ class TransformerConfig(ModelParallelConfig):
     logical_vocab_size: int | None = None
     softmax_vocab_size: int | None = None
 
-    # Other kinds of models and precisions.
+    # Mixture of experts; what may be asked for stands in moe/settings.py. moe_ffn_hidden_size None: ffn_hidden_size.
     num_moe_experts: int | None = None
+    moe_layer_freq: int | list[int] = 1
+    moe_ffn_hidden_size: int | None = None
+    moe_grouped_gemm: bool = False
+    moe_router_topk: int = 2
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    moe_aux_loss_coeff: float | list[float] = 0.0
+    moe_z_loss_coeff: float | None = None
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: float = 1e-3
+    moe_router_dtype: str | None = None
+    moe_router_force_load_balancing: bool = False
+    moe_input_jitter_eps: float | None = None
+    moe_expert_capacity_factor: float | None = None
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_token_drop_policy: str = "probs"
+    moe_token_dispatcher_type: str = "allgather"
+    moe_enable_deepep: bool = False
+    moe_flex_dispatcher_backend: str = "deepep"
+    moe_permute_fusion: bool = False
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_shared_expert_overlap: bool = False
+    moe_layer_recompute: bool = False
+    moe_per_layer_logging: bool = False
+
+    # Other kinds of models and precisions.
     multi_latent_attention: bool = False
     mtp_num_layers: int | None = None
     fp8: str | None = None
@@ -177,6 +239,10 @@ class TransformerConfig(ModelParallelConfig):
         """Whether the part `module` of every layer is to be run again in the backward pass (selective recompute)."""
         return module in (self.recompute_modules or ())
 
+    def moe_layers(self) -> list[int]:
+        """By layer of the whole model: 1 for a mixture of experts, 0 for a dense one."""
+        return [0] * self.num_layers if self.num_moe_experts is None else moe_layer_pattern(self.moe_layer_freq, self.num_layers)
+
     def problems(self) -> list[str]:
         found = super().problems() + unbuilt_problems(self, UNBUILT)
         recompute = (self.recompute_granularity, self.recompute_method, self.recompute_num_layers, self.recompute_modules)
@@ -200,6 +266,10 @@ class TransformerConfig(ModelParallelConfig):
             found.append(f"num_query_groups {groups} is not divisible by tensor_model_parallel_size {tp}; each rank needs whole groups")
         if self.ffn_hidden_size and self.ffn_hidden_size % tp:
             found.append(f"ffn_hidden_size {self.ffn_hidden_size} is not divisible by tensor_model_parallel_size {tp}")
+        found += [
+            f"{name} {getattr(self, name)!r}: {rule}" + (f"; {works!r} works" if works != "" else "; leave it out")
+            for name, rule, works in moe_problems(self, self.num_moe_experts)
+        ]
         found += [
             f"{name} {getattr(self, name)} must be in [0, 1)"
             for name in ("hidden_dropout", "attention_dropout")

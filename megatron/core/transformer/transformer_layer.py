@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tensor_parallel.random import RecomputedOutput, checkpoint, dropout_state
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
@@ -116,6 +117,9 @@ class TransformerLayer(MegatronModule):
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_arguments)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
+        self.is_moe_layer = isinstance(self.mlp, BaseMoELayer)
+        if self.is_moe_layer:
+            self.mlp.set_layer_number(layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
         if config.recomputes("layernorm") and all(isinstance(n, IdentityOp) for n in (self.input_layernorm, self.pre_mlp_layernorm)):
             raise ValueError(
@@ -132,7 +136,10 @@ class TransformerLayer(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         inference_context: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
+        loss_tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`padding_mask` and `loss_tokens` are for a MoE layer, see MoELayer."""
         normed, norm = self._norm(self.input_layernorm, hidden_states)
         attention = self.self_attention(
             normed,
@@ -145,7 +152,8 @@ class TransformerLayer(MegatronModule):
         hidden_states = self._join(self.self_attn_bda, attention, normed, hidden_states)
         norm.free_until_backward_of(hidden_states)
         normed, norm = self._norm(self.pre_mlp_layernorm, hidden_states)
-        output = self._join(self.mlp_bda, self._mlp(normed), normed, hidden_states)
+        halves = self.mlp(normed, padding_mask=padding_mask, loss_tokens=loss_tokens) if self.is_moe_layer else self._mlp(normed)
+        output = self._join(self.mlp_bda, halves, normed, hidden_states)
         norm.free_until_backward_of(output)
         return output, context
 

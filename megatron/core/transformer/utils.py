@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
-from megatron.core.tensor_parallel.param_sharding import ParamRecord, build_param_table, local_pieces
+from megatron.core.tensor_parallel.param_sharding import ParamRecord, buffer_table, build_param_table, local_pieces
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import Group, get_pg_rank, get_pg_size
 
@@ -21,7 +21,7 @@ def sharded_state_dict_default(
     """
     groups = default_pg_collection(getattr(module, "pg_collection", None))
     out: dict[str, Any] = {}
-    for name, record in build_param_table(module).items():
+    for name, record in {**build_param_table(module), **buffer_table(module)}.items():
         copy = _Copy.of(record, groups, tp_group)
         out[prefix + name] = _sharded_parameter(prefix + record.key, record, record.param.detach(), sharded_offsets, copy)
     for path, child in module.named_modules():

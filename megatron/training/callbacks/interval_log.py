@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.timers import Timers
 from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.expert_log import ExpertLog
 from megatron.training.phase import phase
 from megatron.training.train_step import StepRecord, TrainingRun
 from megatron.training.training_log import IntervalNumbers, StepNumbers, StepWindow, is_last_rank, is_nan_iteration, mean, print_line
@@ -55,6 +56,7 @@ class IntervalLog(Callback):
         loss_scaling: bool,
         timers: Timers,
         timers_writer: Any = None,
+        experts: ExpertLog | None = None,
     ) -> None:
         self.sinks = sinks
         self.interval = interval
@@ -65,6 +67,7 @@ class IntervalLog(Callback):
         self.timers = timers
         self.timers_writer = timers_writer  # TensorBoard's, on the rank that logs
         self.peak_tflops = device.peak_tflops(dtype)
+        self.experts = experts
         self.window = StepWindow()
         self.stopwatch = device.Stopwatch()
 
@@ -108,6 +111,8 @@ class IntervalLog(Callback):
         steps = self.window.read(self.group)
         if not steps:
             return
+        if self.experts is not None:
+            self.experts.read_into(steps)
         seconds = self.stopwatch.elapsed(wait_for_device=True)
         params_norm = float(run.optimizer.get_params_norm()) if self.params_norm else None
         numbers = self.summarize(run, steps, seconds, params_norm)
@@ -144,6 +149,8 @@ class IntervalLog(Callback):
             tokens_per_second=samples * run.seq_length / seconds,
             mfu=tflops / self.peak_tflops if self.peak_tflops else None,
             memory_bytes=device.peak_memory_bytes(),
+            details={name: mean([step.details[name] for step in steps]) for name in last.details},
+            expert_load={n: [sum(counts) for counts in zip(*(step.expert_load[n] for step in steps))] for n in last.expert_load},
         )
 
     def raise_on_nan(self, run: TrainingRun, steps: list[StepNumbers]) -> None:

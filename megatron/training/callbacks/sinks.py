@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from megatron.core import device, optional_imports
 from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.expert_log import max_over_mean
 from megatron.training.callbacks.interval_log import LogSink
 from megatron.training.train_step import StepRecord, TrainingRun
 from megatron.training.training_log import IntervalNumbers, StepNumbers, console_line, perplexity, print_rank_last
@@ -49,7 +50,11 @@ class MetricsFileSink(LogSink):
             loss_scale=numbers.loss_scale,
             skipped_iterations=numbers.skipped_iterations,
             nan_iterations=numbers.nan_iterations,
+            **numbers.details,
         )
+        if numbers.expert_load:
+            row["tokens_per_expert"] = numbers.expert_load
+            row["expert_load_max_over_mean"] = {n: max_over_mean(tokens) for n, tokens in numbers.expert_load.items()}
         self._line(row)
 
     def write_evaluation(self, run: TrainingRun, set_name: str, losses: dict[str, float]) -> None:
@@ -95,8 +100,13 @@ class TensorBoardSink(LogSink):
     def _step(self, step: StepNumbers, samples: int) -> None:
         self._both("learning-rate", step.learning_rate, step.iteration, samples)
         self._both("batch-size", step.global_batch_size, step.iteration, samples)
-        for name, value in step.losses.items():
+        for name, value in (step.losses | step.details).items():
             self._both(name, value, step.iteration, samples)
+        for layer, tokens in step.expert_load.items():
+            self._both(f"moe/expert_load_max_over_mean_layer_{layer}", max_over_mean(tokens), step.iteration, samples)
+            if step.details:
+                for expert, count in enumerate(tokens):
+                    self.writer.add_scalar(f"moe/tokens_layer_{layer}_expert_{expert}", count, step.iteration)
         if self.loss_scale:
             self._both("loss-scale", step.loss_scale, step.iteration, samples)
         if step.grad_norm is not None:
@@ -138,6 +148,8 @@ class WandbSink(LogSink):
     def write(self, numbers: IntervalNumbers, steps: list[StepNumbers]) -> None:
         row = {
             **numbers.losses,
+            **numbers.details,
+            **{f"moe/expert_load_max_over_mean_layer_{n}": max_over_mean(tokens) for n, tokens in numbers.expert_load.items()},
             "learning-rate": numbers.learning_rate,
             "batch-size": numbers.global_batch_size,
             "loss-scale": numbers.loss_scale,

@@ -5,11 +5,13 @@ filled in by `arguments.derive`. File and package rules are in `checks_files`, t
 """
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.recompute import recompute_problems
 from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
+from megatron.training.config.moe import MoEFlags
 
 Args = argparse.Namespace
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
@@ -66,7 +68,8 @@ def check_built(args: Args) -> Iterator[Problem]:
     for dest, field in all_fields().items():
         built = field.metadata["built"]
         value = getattr(args, dest)
-        if built is not None and value is not None and value not in built:
+        values = value if isinstance(value, list) else [value]
+        if built is not None and value is not None and not set(values) <= set(built):
             yield problem(args, dest, f"this version does not support it yet; there are {', '.join(built)}", built[0])
 
 
@@ -285,6 +288,10 @@ def dropped_flags(args: Args) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 has no effect without --bf16"
     if args.timing_log_level == 2:
         yield "--timing-log-level 2 shows what 1 does, and timers of level 2 that the script itself starts"
+    if args.num_experts is None:
+        experts = [f.name for f in dataclasses.fields(MoEFlags) if was_given(args, f.name) and not f.metadata["no_effect"]]
+        if experts:
+            yield f"{', '.join(map(name_of, experts))}: no effect without --num-experts"
     idle = [(dest, field) for dest, field in all_fields().items() if field.metadata["no_effect"]]
     given = [(dest, field) for dest, field in idle if was_given(args, dest) and getattr(args, dest) != field.default]
     if given:

@@ -51,8 +51,6 @@ def test_messages():
         layer(torch.ones(1, 1, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="expected"):
         layer(torch.ones(1, 1, 4, dtype=torch.float64), weight=torch.ones(4, 6))
-    with pytest.raises(ValueError, match="is_expert"):
-        ColumnParallelLinear(4, 6, config=config(), init_method=INIT, is_expert=True)
     table = VocabParallelEmbedding(8, 4, init_method=INIT, config=config())
     with pytest.raises(ValueError, match="token ids from 0 to 8 in a batch, but the model's vocabulary is 0 to 7"):
         table(torch.tensor([0, 8]))

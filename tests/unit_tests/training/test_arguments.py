@@ -43,9 +43,9 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "the same with what comes later": (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--train-iters 10 --lr 3e-4 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer --use-distributed-optimizer --async-save "
-        "--moe-router-load-balancing-type aux_loss --num-experts 8 "
+        "--moe-latent-size 64 --moe-use-upcycling "
         "--deterministic-mode",
-        ["--async-save", "--moe-router-load-balancing-type", "--num-experts"],
+        ["--async-save", "--moe-latent-size", "--moe-use-upcycling"],
     ),
 }  # fmt: skip
 
@@ -93,7 +93,7 @@ BAD = [
     ("--recompute-granularity full --recompute-method block", 1, ["--recompute-num-layers", "is required"]),
     ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", 1, ["--recompute-num-layers 9", "between 1 and"]),
-    ("--recompute-granularity selective --recompute-modules mlp shared_experts", 1, ["shared_experts is not built yet", "core_attn, mlp"]),
+    ("--recompute-granularity selective --recompute-modules mlp mla_up_proj", 1, ["mla_up_proj is not built yet", "core_attn, mlp"]),
     ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "--recompute-granularity selective"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations", 1, ["asks for selective"]),
     ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "needs --use-distributed-optimizer"]),
@@ -131,12 +131,35 @@ BAD = [
     ("--padded-vocab-size 64", 1, ["--padded-vocab-size 64", "--vocab-size 100"]),
     ("--batch-size 4", 1, ["--batch-size 4", "--micro-batch-size"]),
     ("--no-async-tensor-model-parallel-allreduce", 1, ["removed"]),
-    ("--moe-grouped-gemm", 1, ["--moe-grouped-gemm", "does not support yet"]),
+    ("--moe-latent-size 8", 1, ["--moe-latent-size", "does not support yet"]),
     ("--num-layer 4", 1, ["--num-layer 4", "--num-layers"]),
     ("--num_layers 4", 1, ["did you mean --num-layers"]),
     ("--transformer-impl inference_optimized", 1, ["inference_optimized", "local"]),
     ("--tensorboard-dir", 1, ["--tensorboard-dir", "takes one value, given none"]),
     ("--wandb-project p --wandb-exp-name n", 1, ["--wandb-project p", "pip install wandb"]),
+]  # fmt: skip
+BAD_EXPERTS = [
+    ("--num-experts 6 --expert-model-parallel-size 4", 4, ["--num-experts 6", "--expert-model-parallel-size 4", "--num-experts 8"]),
+    ("--expert-model-parallel-size 2", 2, ["--expert-model-parallel-size 2", "a model with experts"]),
+    ("--num-experts 4 --moe-router-topk 5", 1, ["--moe-router-topk 5", "between 1 and the 4 experts"]),
+    ("--num-experts 4 --moe-router-topk 1", 1, ["--moe-router-topk 1", "--moe-router-pre-softmax"]),
+    ("--num-experts 4 --moe-layer-freq ([0]*1+[1]*2)", 1, ["--moe-layer-freq", "lists 3 layers, but the model has 4"]),
+    ("--num-experts 4 --moe-layer-freq __import__('os')", 1, ["--moe-layer-freq", "another form"]),
+    ("--num-experts 4 --moe-router-load-balancing-type aux_loss sinkhorn --moe-aux-loss-coeff 1 1", 1, ["only the losses", "combine"]),
+    ("--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1", 1, ["1 given for 2", "0.01 0.01"]),
+    ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing", 1, ["quantile_balancing", "does not support it yet"]),
+    ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1", 1, ["sinkhorn has no balance loss"]),
+    ("--num-experts 4 --moe-router-enable-expert-bias", 1, ["--moe-router-enable-expert-bias", "--moe-router-score-function sigmoid"]),
+    ("--num-experts 8 --moe-router-num-groups 4", 1, ["--moe-router-num-groups 4", "--moe-router-group-topk"]),
+    ("--num-experts 8 --moe-router-num-groups 8 --moe-router-group-topk 1", 1, ["do not hold --moe-router-topk 2"]),
+    ("--num-experts 4 --moe-pad-expert-input-to-capacity", 1, ["needs --moe-expert-capacity-factor"]),
+    ("--num-experts 4 --moe-shared-expert-gate", 1, ["needs --moe-shared-expert-intermediate-size"]),
+    ("--num-experts 4 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap", 1, ["--moe-token-dispatcher-type alltoall"]),
+    ("--num-experts 4 --moe-token-dispatcher-type flex", 1, ["flex", "deep_ep", "alltoall"]),
+    ("--num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
+     ["--expert-model-parallel-size 2", "needs --sequence-parallel"]),
+    ("--num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 2, ["--expert-tensor-parallel-size 1", "without"]),
+    ("--num-experts 4 --sequence-parallel --tensor-model-parallel-size 2 --moe-ffn-hidden-size 7", 2, ["--moe-ffn-hidden-size 7"]),
 ]  # fmt: skip
 # the layout's arithmetic, whose refusals stand beside "not built yet"
 BAD_LAYOUT = [
@@ -208,7 +231,7 @@ def test_a_valid_line_is_accepted_and_completed() -> None:
     assert validate_args(args) is args  # may be called again
 
 
-@pytest.mark.parametrize("flags, world, parts", BAD, ids=[row[0] for row in BAD])
+@pytest.mark.parametrize("flags, world, parts", BAD + BAD_EXPERTS, ids=[row[0] for row in BAD + BAD_EXPERTS])
 def test_each_rule_names_flag_value_and_remedy(flags: str, world: int, parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     found = problems_of(changed(flags))

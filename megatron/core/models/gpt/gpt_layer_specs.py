@@ -6,15 +6,16 @@ from megatron.core.extensions.transformer_engine import transformer_engine_probl
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import is_rms
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.process_groups_config import default_pg_collection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, layers_of_stage
 from megatron.core.utils import get_pg_rank
 
 # Checkpoints are written under the names of Transformer Engine, whose linears contain the norm before them.
@@ -24,12 +25,16 @@ FUSED_NORM_KEYS = {
 }
 
 
-def layer_spec(backend: BackendSpecProvider, *, qk_layernorm: bool = False, normalization: str | None = None) -> ModuleSpec:
-    """A pre-norm layer of self-attention and MLP from a backend's parts. `normalization` is held against the config's when it is built."""
+def layer_spec(
+    backend: BackendSpecProvider, *, qk_layernorm: bool = False, normalization: str | None = None, moe: ModuleSpec | None = None
+) -> ModuleSpec:
+    """A pre-norm layer of self-attention and MLP (or `moe`) from a backend's parts. `normalization` is held against the config's when it is
+    built. The norm before a MoE is a module of its own in every backend, and has a checkpoint key of its own."""
     norm_linear = backend.column_parallel_layer_norm_linear()
     norm = _norm(backend, normalization) if norm_linear is None else IdentityOp
     column = backend.column_parallel_linear() if norm_linear is None else norm_linear
     head_norm = _norm(backend, normalization, for_qk=True) if qk_layernorm else None
+    keys = FUSED_NORM_KEYS if moe is None else {name: key for name, key in FUSED_NORM_KEYS.items() if name != "pre_mlp_layernorm."}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -46,10 +51,10 @@ def layer_spec(backend: BackendSpecProvider, *, qk_layernorm: bool = False, norm
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=backend.row_parallel_linear())),
+            pre_mlp_layernorm=norm if moe is None else _norm(backend, normalization),
+            mlp=moe or ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=backend.row_parallel_linear())),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=FUSED_NORM_KEYS if norm_linear is None else {},
+            sharded_state_dict_keys_map=keys if norm_linear is None else {},
         ),
     )
 
@@ -76,18 +81,15 @@ def get_gpt_layer_local_spec(
     normalization: str | None = None,
     qk_l2_norm: bool | None = False,
 ) -> ModuleSpec:
-    """A layer of the local backend. `normalization` None: as the config says; another kind than the config's is refused when it is built.
+    """A layer of the local backend, a mixture of experts where num_experts is given.
 
+    `normalization` None: as the config says; another kind than the config's is refused when it is built.
     Raises ValueError for an unknown normalization and for what is not built yet.
     """
-    _refuse(
-        num_experts=num_experts,
-        moe_grouped_gemm=moe_grouped_gemm,
-        multi_latent_attention=multi_latent_attention,
-        fp8=fp8,
-        qk_l2_norm=qk_l2_norm,
-    )
-    return layer_spec(LocalSpecProvider(), qk_layernorm=bool(qk_layernorm), normalization=normalization)
+    _refuse(multi_latent_attention=multi_latent_attention, fp8=fp8, qk_l2_norm=qk_l2_norm)
+    backend = LocalSpecProvider()
+    moe = None if num_experts is None else get_moe_module_spec_for_backend(backend, moe_grouped_gemm)
+    return layer_spec(backend, qk_layernorm=bool(qk_layernorm), normalization=normalization, moe=moe)
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -110,9 +112,13 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The specs of the layers of this stage (its chunk `vp_stage`), and the final norm."""
+    """The specs of the layers of this stage (its chunk `vp_stage`), dense or MoE as config.moe_layer_freq says, and the final norm."""
     if use_transformer_engine:
         raise ValueError(transformer_engine_problem("get_gpt_decoder_block_spec"))
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=normalization, qk_l2_norm=qk_l2_norm)
+    common: dict[str, Any] = {"qk_layernorm": config.qk_layernorm, "normalization": normalization, "qk_l2_norm": qk_l2_norm}
+    dense = get_gpt_layer_local_spec(**common)
+    moe = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, **common)
     stage = get_pg_rank(default_pg_collection(None).pp) if pp_rank is None else pp_rank
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage, stage), LocalSpecProvider().layer_norm())
+    pattern = config.moe_layers()
+    layers = layers_of_stage(config, stage, vp_stage)
+    return TransformerBlockSubmodules([moe if pattern[layer] else dense for layer in layers], LocalSpecProvider().layer_norm())

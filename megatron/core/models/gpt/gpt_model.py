@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -134,13 +135,15 @@ class GPTModel(LanguageModule):
         runtime_gather_output: bool | None = None,
         *,
         loss_mask: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """attention_mask: bool, True = hidden, [1 or b, 1, s, s], beside the causal mask; None for causal alone.
 
         With context parallelism s are this rank's tokens (context_parallel.get_batch_on_this_cp_rank), of the mask's columns all.
         packed_seq_params: b is 1, and s are all tokens of its sequences, their padding included; it counts whole sequences.
 
-        decoder_input [s, b, h] replaces the embedding. loss_mask is the caller's business: the loss comes back per token.
+        decoder_input [s, b, h] replaces the embedding. loss_mask is the caller's business: the loss comes back per token; experts' balance
+        losses need its number of tokens for calculate_per_token_loss. padding_mask [b, s], True: padding, which no expert gets.
         """
         if decoder_input is None and self.pre_process:
             assert input_ids is not None
@@ -157,6 +160,7 @@ class GPTModel(LanguageModule):
             rotary_pos_emb=angles,
             inference_context=inference_context,
             packed_seq_params=packed_seq_params,
+            **self._moe_arguments(loss_mask, padding_mask),
             **(extra_block_kwargs or {}),
         )
         if not self.post_process:
@@ -166,6 +170,18 @@ class GPTModel(LanguageModule):
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)
+
+    def _moe_arguments(self, loss_mask: torch.Tensor | None, padding_mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """What the layers' experts want to know of the micro batch, all context-parallel ranks together; every stage gets the masks."""
+        if self.config.num_moe_experts is None:
+            return {}
+        arguments = {} if padding_mask is None else {"padding_mask": padding_mask}
+        if self.config.calculate_per_token_loss and loss_mask is not None and self.training:
+            tokens = loss_mask.detach().sum()
+            if get_pg_size(self.pg_collection.cp) > 1:
+                dist.all_reduce(tokens, group=self.pg_collection.cp)
+            arguments["loss_tokens"] = tokens
+        return arguments
 
 
 def _check_arguments(config: TransformerConfig, vocab_size: int, tp: int, position_embedding_type: str, fp16_loss: bool, mtp: Any) -> None:
