@@ -35,6 +35,12 @@ CONFIGURATIONS = {
         "--num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 --rotary-base 500000 "
         "--micro-batch-size 1 --global-batch-size 4 --vocab-size 128255",
     ),
+    "moe8x": (
+        "pretrain_llama.py",
+        "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 7168 --num-attention-heads 16 --group-query-attention --num-query-groups 4 "
+        "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 --global-batch-size 8 --vocab-size 31999 --num-experts 8 "
+        "--moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion",
+    ),
     "tiny": (
         "pretrain_gpt.py",
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

@@ -1,6 +1,6 @@
-"""The two-GPU layouts of llama8L, each through the trainer, one table: `python tools/benchmark/two_gpus.py`.
+"""The two-GPU layouts, each through the trainer, one table: `python tools/benchmark/two_gpus.py`.
 
-Global batches are those that docs/performance.md quotes the peer with. Context and expert parallelism join when they are built.
+Configurations (train.py) and global batches are those that docs/performance.md quotes the peer with.
 """
 
 import argparse
@@ -25,7 +25,17 @@ LAYOUTS = {
         2274,
     ),
     "PP2, zero-bubble": ("--global-batch-size 16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2328),
+    "CP2 ring, seq 16384": (
+        "--global-batch-size 4 --context-parallel-size 2 --seq-length 16384 --max-position-embeddings 16384 --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather",
+        1105,
+    ),
+    "moe8x EP2": (
+        "--global-batch-size 16 --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        700,
+    ),
 }
+CONFIGURATION = {"moe8x EP2": "moe8x"}  # the others: llama8L
 
 
 def main() -> None:
@@ -37,7 +47,7 @@ def main() -> None:
     rows = {}
     for name in options.only:
         flags, peer = LAYOUTS[name]
-        rows[name] = run("llama8L", options.iterations, 2, flags.split())
+        rows[name] = run(CONFIGURATION.get(name, "llama8L"), options.iterations, 2, flags.split())
         rows[name]["peer_ms"] = peer
         if options.json:
             Path(options.json).write_text(json.dumps(rows, indent=1))
