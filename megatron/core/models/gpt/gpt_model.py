@@ -177,7 +177,7 @@ class GPTModel(LanguageModule):
             return {}
         arguments = {} if padding_mask is None else {"padding_mask": padding_mask}
         if self.config.calculate_per_token_loss and loss_mask is not None and self.training:
-            tokens = loss_mask.detach().sum()
+            tokens = loss_mask.detach().sum(dtype=torch.float32)  # a half-precision model gets its mask in half precision
             if get_pg_size(self.pg_collection.cp) > 1:
                 dist.all_reduce(tokens, group=self.pg_collection.cp)
             arguments["loss_tokens"] = tokens

@@ -11,9 +11,10 @@ from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 
 def has_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether grouped_mm takes these: bf16 on a GPU, rows of a multiple of 16 bytes."""
+    """Whether grouped_mm takes these: bf16 on a GPU, at least one row, of a multiple of 16 bytes."""
     return (
         device.on_accelerator(x)
+        and x.shape[0] > 0
         and x.dtype is torch.bfloat16 is weight.dtype
         and weight.shape[1] % 8 == 0
         and weight.shape[2] % 8 == 0

@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_router_group_topk": 1,
         "moe_router_topk_scaling_factor": 2.5,
     },
-    "padding": {**LOSSES, "moe_grouped_gemm": True, "moe_router_pre_softmax": True},
+    "padding, per token": {**LOSSES, "moe_grouped_gemm": True, "moe_router_pre_softmax": True, "calculate_per_token_loss": True},
     "capacity": {**LOSSES, "moe_expert_capacity_factor": 0.75},
     "capacity, padding, position": {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": "position", "moe_grouped_gemm": True},
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},

@@ -8,11 +8,14 @@ import torch.nn.functional as F
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.param_sharding import build_param_table
+from megatron.core.tensor_parallel.param_sharding import build_param_table, count_parameters
 from megatron.core.transformer.moe import grouped_gemm
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import TokenCounts
+from megatron.training import check_config
+from megatron.training.arguments import core_transformer_config_from_args
+from tests.unit_tests.training.lines import TINY, checked
 from tests.unit_tests.transformer.moe.moe_layers import moe_config, moe_layer, tokens
 
 
@@ -125,6 +128,16 @@ def test_models_of_dense_and_moe_layers() -> None:
     ids = torch.arange(8).view(1, 8)
     model(ids, ids, None, labels=ids, padding_mask=ids > 5).sum().backward()
     assert int(model.decoder.layers[1].mlp.router.step.tokens_per_expert.sum()) == 6 * 2
+
+
+@pytest.mark.parametrize("more", ["", "--swiglu --disable-bias-linear --moe-shared-expert-gate --moe-shared-expert-intermediate-size 24"])
+def test_check_config_counts_the_models_parameters(more: str) -> None:
+    line = f"--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq ([0]*1+[1]*3) {more}"
+    args = checked([*TINY, *line.split()])
+    config = core_transformer_config_from_args(args)
+    model = GPTModel(config, get_gpt_decoder_block_spec(config, False), 128, 32, share_embeddings_and_output_weights=True)
+    counted = sum(check_config._layer_lines(args)[1:], start=check_config.embedding_parameters(args) or 0)  # type: ignore[arg-type]
+    assert counted == count_parameters(model) == sum(param.numel() for param in model.parameters())
 
 
 def test_refusals() -> None:

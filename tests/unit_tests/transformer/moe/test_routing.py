@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.transformer.moe import routing
-from megatron.core.transformer.moe.aux_loss import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.aux_loss import MoEAuxLossAutoScaler, balance_loss_scale
 from megatron.core.transformer.moe.settings import moe_layer_pattern
 from megatron.training.config.converters import moe_freq_type
 from tests.unit_tests.transformer.moe.moe_layers import EXPERTS, HIDDEN, moe_config, moe_layer, router, tokens
@@ -222,6 +222,17 @@ def test_per_token_losses_are_weighted_by_the_tokens_that_count() -> None:
         (probs * 0).sum().backward()
     assert plain.weight.grad is not None
     torch.testing.assert_close(weighted.weight.grad, 7 * plain.weight.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("per_token", "loss_scale", "expected"), [(False, None, 2 / 4), (True, None, 1.0), (False, 8.0, 8 * 2 / 4), (True, 8.0, 8.0)]
+)
+def test_the_schedules_scale(per_token: bool, loss_scale: float | None, expected: float) -> None:
+    """Means over micro batches, and over context-parallel ranks that each hold a part; or sums, to be divided by the tokens at the end."""
+    config = moe_config(calculate_per_token_loss=per_token)
+    config.context_parallel_size = 2
+    config.grad_scale_func = None if loss_scale is None else lambda loss: loss * loss_scale
+    assert float(balance_loss_scale(config, 4, torch.ones(()))) == expected
 
 
 def test_sinkhorn_balances_a_lopsided_gate() -> None:
