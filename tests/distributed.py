@@ -97,7 +97,7 @@ class RankPool:
         self._calls = 0
         atexit.register(self.close)
 
-    def run(self, world_size: int, function: Callable, *arguments: Any, name: str = "", timeout: float = 120) -> list[Any]:
+    def run(self, world_size: int, function: Callable, *arguments: Any, name: str = "", timeout: float = 240) -> list[Any]:
         """What each of `world_size` ranks returned from `function(*arguments)`, which are pickled: functions stand at module level.
 
         Raises AssertionError that begins with `name`, with the traceback of the first rank that failed; after `timeout` seconds too.

@@ -136,7 +136,8 @@ def print_table(left: Rows, right: Rows, names: list[str], tolerance: float) -> 
     first = next((i for i, step in enumerate(steps) if differing(left, right, names, tolerance, step)), 0)
     few = len(steps) <= SHOWN_ROWS
     shown = [i for i in range(len(steps)) if few or i < 10 or i >= len(steps) - 5 or abs(i - first) <= 5]
-    print("  step" + "".join(f"{name + ' a':>18}{name + ' b':>18}{'relative':>10} " for name in names))
+    header = "  step" + "".join(f"{name + ' a':>18}{name + ' b':>18}{'relative':>10} " for name in names)
+    print(header.rstrip())
     before = -1
     for i in shown:
         if i != before + 1:
