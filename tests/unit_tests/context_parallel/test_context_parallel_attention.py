@@ -20,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.distributed import run_on_ranks
 
 HEADS, D = 8, 8
-BACKENDS = (AttnBackend.auto, AttnBackend.unfused)  # by blocks with kernels, and with their plain twin
+# query groups and backend: blocks by kernels, with grouped queries and without, and by their plain twin
+KERNELS = ((4, AttnBackend.auto), (HEADS, AttnBackend.auto), (4, AttnBackend.unfused))
 CAUSAL, NO_MASK = AttnMaskType.causal, AttnMaskType.no_mask
 
 
@@ -118,40 +119,23 @@ def all_differences(cp: int) -> dict[tuple, list[float]]:
     found = {}
     for comm_type in COMM_TYPES:
         start(cp, comm_type)
-        for (name, case), groups, backend in itertools.product(cases(cp).items(), (HEADS, 4), BACKENDS):
+        for (name, case), (groups, backend) in itertools.product(cases(cp).items(), KERNELS):
             found[comm_type, name, groups, backend.name] = differences(comm_type, case, groups, backend, torch.float64)
     return found
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_equals_one_process(cp: int) -> None:
-    results = run_on_ranks(cp, all_differences, cp)
-    assert len(results[0]) == 4 * len(cases(cp)) * 2 * 2
-    bad = {(rank, *key): errors for rank, found in enumerate(results) for key, errors in found.items() if not max(errors) <= 1e-9}
-    assert not bad, bad
-    rows = {row for row in SUPPORTED if SUPPORTED[row]}
-    assert rows <= set(cases(cp)), "the table of combinations has a row without a case"
-
-
-def other_differences() -> dict[str, list[float]]:
+def other_differences(cp: int) -> dict[str, list[float]]:
     """Precisions and scales, with the causal mask of one kind each."""
     found = {}
     for comm_type in COMM_TYPES:
-        start(4, comm_type)
-        case = cases(4)["a causal mask"]
+        start(cp, comm_type)
+        case = cases(cp)["a causal mask"]
         found[f"{comm_type} bf16"] = differences(comm_type, case, 4, AttnBackend.auto, torch.bfloat16)
         found[f"{comm_type} fp32"] = differences(comm_type, case, 4, AttnBackend.auto, torch.float32)
         found[f"{comm_type} scale"] = differences(comm_type, case, 4, AttnBackend.auto, torch.float64, softmax_scale=0.7)
         layer = {"apply_query_key_layer_scaling": True, "softmax_scale": 0.2}
         found[f"{comm_type} layer"] = differences(comm_type, case, 4, AttnBackend.unfused, torch.float64, **layer)
     return found
-
-
-def test_precision_and_scale() -> None:
-    bounds = {"bf16": 2e-2, "fp32": 1e-5, "scale": 1e-9, "layer": 1e-9}
-    for found in run_on_ranks(4, other_differences):
-        for name, errors in found.items():
-            assert max(errors) <= bounds[name.split()[-1]], (name, errors)
 
 
 def size(tensor: torch.Tensor) -> int:
@@ -193,23 +177,6 @@ def sent_bytes(cp: int) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_bytes_sent_equal_the_formula(cp: int) -> None:
-    """Of a rank's queries (and output) q bytes, and keys and values together kv bytes."""
-    q, kv = 16 * HEADS * D * 4, 2 * 16 * 4 * D * 4
-    away = cp - 1
-    inner, outer = 2, cp // 2
-    exchange = (2 * q + kv) * (inner - 1) // inner
-    expected = {
-        "p2p": [away * kv, 2 * away * kv],
-        "all_gather": [away * kv, 2 * away * kv],
-        "a2a": [(2 * q + kv) * away // cp, (2 * q + kv) * away // cp],
-        "a2a+p2p": [exchange + (outer - 1) * kv, exchange + 2 * (outer - 1) * kv],
-    }
-    for found in run_on_ranks(cp, sent_bytes, cp):
-        assert found == expected
-
-
 def refusals() -> dict[str, str]:
     start(2, "p2p")
     collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -237,9 +204,63 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_would_be_wrong_is_refused_by_name() -> None:
+def everything(cp: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found = {"differences": all_differences(cp), "others": other_differences(cp), "bytes": sent_bytes(cp)}
+    return found | ({"refusals": refusals()} if cp == 2 else {})
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    """What each rank of 2 and of 4 found, each world started once."""
+    kept: dict[int, list[dict[str, Any]]] = {}
+
+    def of(cp: int) -> list[dict[str, Any]]:
+        if cp not in kept:
+            kept[cp] = run_on_ranks(cp, everything, cp)
+        return kept[cp]
+
+    return of
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_equals_one_process(ranks: Any, cp: int) -> None:
+    results = [found["differences"] for found in ranks(cp)]
+    assert len(results[0]) == 4 * len(cases(cp)) * len(KERNELS)
+    bad = {(rank, *key): errors for rank, found in enumerate(results) for key, errors in found.items() if not max(errors) <= 1e-9}
+    assert not bad, bad
+    rows = {row for row in SUPPORTED if SUPPORTED[row]}
+    assert rows <= set(cases(cp)), "the table of combinations has a row without a case"
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_precision_and_scale(ranks: Any, cp: int) -> None:
+    bounds = {"bf16": 2e-2, "fp32": 1e-5, "scale": 1e-9, "layer": 1e-9}
+    for found in ranks(cp):
+        for name, errors in found["others"].items():
+            assert max(errors) <= bounds[name.split()[-1]], (name, errors)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_bytes_sent_equal_the_formula(ranks: Any, cp: int) -> None:
+    """Of a rank's queries (and output) q bytes, and keys and values together kv bytes."""
+    q, kv = 16 * HEADS * D * 4, 2 * 16 * 4 * D * 4
+    away = cp - 1
+    inner, outer = 2, cp // 2
+    exchange = (2 * q + kv) * (inner - 1) // inner
+    expected = {
+        "p2p": [away * kv, 2 * away * kv],
+        "all_gather": [away * kv, 2 * away * kv],
+        "a2a": [(2 * q + kv) * away // cp, (2 * q + kv) * away // cp],
+        "a2a+p2p": [exchange + (outer - 1) * kv, exchange + 2 * (outer - 1) * kv],
+    }
+    for found in ranks(cp):
+        assert found["bytes"] == expected
+
+
+def test_what_would_be_wrong_is_refused_by_name(ranks: Any) -> None:
     """Packed lengths that the ranks do not divide would drop tokens (a last token was lost when 4 and 3 were padded to 10)."""
-    (found, other) = run_on_ranks(2, refusals)
+    found, other = (found["refusals"] for found in ranks(2))
     assert found == other
     for name in ("lengths 4 and 3", "lengths as they are"):
         assert "each sequence must be padded to a multiple of 2*CP = 4" in found[name]
