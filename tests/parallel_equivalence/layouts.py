@@ -68,6 +68,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
 }
 
+A2A: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+GROUPED: dict[str, Any] = A2A | {"moe_grouped_gemm": True}
+EXPERTS = ("moe", "moe bias")  # models
+
 LAYOUTS = (
     # one axis
     Layout("dp2", dp=2, overlap=True, fast=True),
@@ -129,6 +133,40 @@ LAYOUTS = (
     Layout("tp2 sp pp2 dp2 sharded", tp=2, sp=True, pp=2, dp=2, distributed_optimizer=True, overlap=True, microbatches=2, fast=True),
     Layout("tp2 sp pp2 vpp2 dp2 recompute", tp=2, sp=True, pp=2, vpp=2, dp=2, overlap=True, recompute="uniform", microbatches=2),
     Layout("pp4 dp2 sharded per-token", pp=4, dp=2, distributed_optimizer=True, overlap=True, microbatches=4, per_token=True),
+    # context parallelism
+    Layout("cp2", cp=2, cp_comm_type="p2p", microbatches=2, models=("gpt", "llama", "window"), fast=True),
+    Layout("cp2 per-token", cp=2, cp_comm_type="p2p", microbatches=2, per_token=True),
+    Layout("cp2 all-gather", cp=2, cp_comm_type="all_gather", microbatches=2, models=("gpt", "llama", "window")),
+    Layout("cp2 a2a", cp=2, cp_comm_type="a2a", microbatches=2, models=("llama", "window"), fast=True),
+    Layout("cp4", cp=4, cp_comm_type="p2p"),
+    Layout("cp4 hierarchical", cp=4, cp_comm_type="a2a+p2p", hierarchical_cp=(2, 2), fast=True),
+    Layout("cp2 recompute", cp=2, cp_comm_type="p2p", recompute="uniform", microbatches=2),
+    Layout("tp2 sp cp2", tp=2, sp=True, cp=2, cp_comm_type="p2p", models=("gpt", "llama", "norms"), fast=True),
+    Layout("tp2 sp cp2 a2a", tp=2, sp=True, cp=2, cp_comm_type="a2a", per_token=True, microbatches=2),
+    Layout("cp2 dp2 sharded", cp=2, dp=2, cp_comm_type="p2p", distributed_optimizer=True, overlap=True, per_token=True, microbatches=2),
+    Layout("cp2 pp2", cp=2, pp=2, cp_comm_type="p2p", microbatches=4),
+    Layout("tp2 sp cp2 pp2", tp=2, sp=True, cp=2, pp=2, cp_comm_type="p2p", microbatches=4),
+    # experts
+    Layout("dp2 experts", dp=2, models=EXPERTS),
+    Layout("pp2 experts", pp=2, models=("moe", "moe pattern"), layers=4, microbatches=4),
+    Layout("cp2 experts", cp=2, cp_comm_type="p2p", config=A2A, models=EXPERTS, microbatches=2, per_token=True),
+    Layout("tp2 experts", tp=2, config=A2A, models=("moe",), microbatches=2),
+    Layout("tp2 sp experts", tp=2, sp=True, config=A2A, models=EXPERTS, microbatches=2),
+    Layout("ep2 allgather", dp=2, ep=2, models=EXPERTS, microbatches=2, fast=True),
+    Layout("ep2", dp=2, ep=2, config=A2A, models=EXPERTS, microbatches=2, fast=True),
+    Layout("ep2 grouped", dp=2, ep=2, config=GROUPED, models=("moe",), microbatches=2, fast=True),
+    Layout(
+        "ep2 sharded", dp=2, ep=2, config=GROUPED, models=EXPERTS, distributed_optimizer=True, overlap=True, per_token=True, microbatches=2
+    ),
+    Layout("ep2 recompute", dp=2, ep=2, config=GROUPED, models=EXPERTS, recompute="uniform", microbatches=2),
+    Layout("ep4", dp=4, ep=4, config=A2A, models=EXPERTS, microbatches=2),
+    Layout("tp2 sp ep2", tp=2, sp=True, dp=2, ep=2, config=A2A, models=("moe",), fast=True),
+    Layout("tp2 sp ep2 etp1", tp=2, sp=True, dp=2, ep=2, etp=1, config=GROUPED, models=EXPERTS, microbatches=2),
+    Layout("tp2 sp ep4 etp1", tp=2, sp=True, dp=2, ep=4, etp=1, config=GROUPED, models=EXPERTS),
+    Layout("ep2 pp2", pp=2, dp=2, ep=2, config=A2A, models=EXPERTS, microbatches=4),
+    Layout("cp2 ep2", cp=2, ep=2, cp_comm_type="p2p", config=GROUPED, models=EXPERTS, microbatches=2, fast=True),
+    Layout("tp2 sp ep2 pp2 vpp2", tp=2, sp=True, pp=2, vpp=2, dp=2, ep=2, config=GROUPED, models=("moe",), microbatches=2),
+    Layout("tp2 sp cp2 ep4 dp2 etp1", tp=2, sp=True, cp=2, dp=2, ep=4, etp=1, cp_comm_type="p2p", config=A2A, models=EXPERTS),
 )
 
 HIDDEN, HEADS, SEQ, MICRO_BATCH = 32, 4, 16, 2
@@ -155,11 +193,36 @@ LLAMA: dict[str, Any] = {
     "num_query_groups": 4,
     "ffn_hidden_size": 80,
 }
+MOE: dict[str, Any] = LLAMA | {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_load_balancing_type": "aux_loss",
+}
 MODELS = {
     "gpt": Model({}, tied=True, position="learned_absolute"),
     "llama": Model(LLAMA, tied=False, position="rope"),
     # norms of queries and keys: replicated weights that see sharded heads
     "norms": Model({"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "add_qkv_bias": True}, tied=True, position="rope"),
+    "window": Model(LLAMA | {"window_size": (5, 0)}, tied=False, position="rope"),
+    "moe": Model(MOE, tied=False, position="rope"),
+    "moe pattern": Model(MOE | {"moe_layer_freq": [0, 1, 1, 0], "moe_z_loss_coeff": 1e-3}, tied=True, position="rope"),
+    # as DeepSeek's: sigmoid gates with a bias that has no gradient, chosen groups, a shared expert, balance by sequence
+    "moe bias": Model(
+        MOE
+        | {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_topk_scaling_factor": 1.5,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        tied=False,
+        position="rope",
+    ),
 }
 
 # dtype -> kind of number -> largest difference, relative to the largest element of the tensor that one process computes.
