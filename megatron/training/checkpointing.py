@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
 from megatron.training.argument_utils import all_fields
@@ -91,10 +91,11 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any], own_tracker: bool = True) -> bool:
+def set_rng_state(state: dict[str, Any], own_tracker: bool = True, own_experts: bool = True) -> bool:
     """Restore every generator; False when the states are another kind of device's (a GPU's on a CPU) and were left as they are.
 
-    own_tracker: also those that differ by rank; without it they stay as this rank was seeded.
+    own_tracker: also those that differ by rank; own_experts: also that of experts, which differs by expert-parallel rank too. Without them
+    they stay as this rank was seeded.
     """
     version, internal, gauss = state["random_rng_state"]
     random.setstate((version, tuple(internal), gauss))
@@ -104,19 +105,25 @@ def set_rng_state(state: dict[str, Any], own_tracker: bool = True) -> bool:
         return False
     device.set_rng_state(state["cuda_rng_state"])
     if own_tracker:
-        get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+        tracker = get_cuda_rng_tracker()
+        kept = {} if own_experts else {name: value for name, value in tracker.get_states().items() if name == EXPERT_RNG}
+        tracker.set_states({**state["rng_tracker_states"], **kept})
     return True
 
 
 def _rng_object(data: Any) -> ShardedObject:
-    """One entry per (pipeline, tensor) rank; data-parallel ranks have the same."""
+    """One entry per (pipeline, tensor) rank; data-parallel ranks have the same, unless they hold other experts: then one for each."""
     sizes = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
     ranks = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
-    return ShardedObject(RNG_KEY, data, sizes, ranks, replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        return ShardedObject(RNG_KEY, data, (*sizes, replicas), (*ranks, replica))
+    return ShardedObject(RNG_KEY, data, sizes, ranks, replica_id=replica)
 
 
-def _stored_rng_object(folder: Path) -> tuple[ShardedObject | None, bool]:
-    """(the entry to read this rank's random states from, whether the states that differ by tensor rank are in it).
+def _stored_rng_object(folder: Path) -> tuple[ShardedObject | None, bool, bool]:
+    """(the entry to read this rank's random states from, whether those that differ by tensor rank are in it, whether experts' are).
 
     A checkpoint of another layout has the states of its own ranks: a tensor rank that it lacks takes the states that its stage's ranks
     share from the first of them, a stage that it lacks takes none.
@@ -124,11 +131,15 @@ def _stored_rng_object(folder: Path) -> tuple[ShardedObject | None, bool]:
     mine = _rng_object(None)
     stored = {item.unique_key: item for item in dist_checkpointing.stored_objects(folder, RNG_KEY)}
     if mine.unique_key in stored or not stored:
-        return mine, True  # the usual case, or an error that names what is missing
-    by_rank = {item.global_offset: item for item in stored.values()}
-    stage, tensor = mine.global_offset
-    own = by_rank.get((stage, tensor))
-    return own or by_rank.get((stage, 0)), own is not None
+        return mine, True, True  # the usual case, or an error that names what is missing
+    by_rank: dict[tuple[int, ...], ShardedObject] = {}
+    for item in stored.values():
+        by_rank.setdefault(item.global_offset, item)
+        by_rank.setdefault(item.global_offset[:2], item)
+    stage, tensor = mine.global_offset[:2]
+    own = by_rank.get(mine.global_offset) or by_rank.get((stage, tensor))
+    experts_alike = all(len(item.global_shape) == len(mine.global_shape) == 2 for item in stored.values())
+    return own or by_rank.get((stage, 0)), own is not None, own is not None and experts_alike
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
@@ -356,7 +367,7 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
                 "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim to train on with a fresh optimizer"
             )
         wanted["optimizer"] = {"shards": optimizer_state(optimizer, stored)}
-    states, own_states = _stored_rng_object(folder) if with_rng else (None, False)
+    states, *own_states = _stored_rng_object(folder) if with_rng else (None, False, False)
     if states is not None:
         wanted[RNG_KEY] = states
     loaded = _load_matching(wanted, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
@@ -367,7 +378,7 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
             optimizer.reload_model_params()
     if resume and scheduler is not None and "opt_param_scheduler" in common:
         scheduler.load_state_dict(common["opt_param_scheduler"])
-    if states is not None and not set_rng_state(loaded[RNG_KEY][0], own_states):
+    if states is not None and not set_rng_state(loaded[RNG_KEY][0], *own_states):
         print_rank_0("WARNING: the checkpoint's random states are those of another kind of device: dropout goes on with other masks")
     if with_rng and (states is None or states.unique_key != _rng_object(None).unique_key):
         print_rank_0("  the checkpoint is of another layout: random states were taken where it has them, the others are fresh")

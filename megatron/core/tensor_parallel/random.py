@@ -13,7 +13,7 @@ import torch
 from megatron.core import device
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
-_EXPERT_PARALLEL_RNG_TRACKER_NAME = "expert-parallel-rng"
+EXPERT_RNG = _EXPERT_PARALLEL_RNG_TRACKER_NAME = "expert-parallel-rng"
 _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
 
 

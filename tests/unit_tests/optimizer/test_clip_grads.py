@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.optimizer.clip_grads import NormGroups, NormPlan, clip_coefficient, counted_parts
-from megatron.core.tensor_parallel.param_sharding import ParamSharding, Segment, local_part
+from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, local_part
 from tests.distributed import run_on_ranks
 
 
@@ -114,6 +114,24 @@ def _tied_over_stages():
 def test_a_tied_parameter_on_two_stages_counts_once():
     """Tied embeddings on the first and last stage must not be counted twice in the norm."""
     assert run_on_ranks(2, _tied_over_stages) == [6.0, 6.0]
+
+
+def _experts_on_one_stage():
+    """Stage 1 alone has experts; ranks of a stage hold different ones. Squares: 4 + 9 dense, 16 and 25 of two ranks' experts."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    pipeline = groups[2 + rank % 2]  # ranks 0 and 1 are the first stage
+    named: list[Any] = [("dense", torch.nn.Parameter(torch.tensor([2.0 if rank < 2 else 3.0])))]
+    named[0][1].sharding = record((1,))
+    if rank >= 2:
+        named.append(("expert", torch.nn.Parameter(torch.tensor([[4.0 if rank == 2 else 5.0]]))))
+        named[1][1].sharding = ParamSharding((1,), is_expert=True, experts=Experts(rank - 2, 2, 1))
+    plan = NormPlan(named, NormGroups(mp=pipeline), pipeline, experts=NormGroups(mp=world))
+    return plan.norm([param.detach() for _, param in named])[0].item() ** 2
+
+
+def test_a_stage_without_experts_takes_part_in_their_norm():
+    assert run_on_ranks(4, _experts_on_one_stage) == pytest.approx([4 + 9 + 16 + 25] * 4)
 
 
 def test_missing_record_means_replicated():

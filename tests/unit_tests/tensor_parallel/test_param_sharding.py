@@ -8,11 +8,14 @@ import torch
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.init import init_method_normal
 from megatron.core.tensor_parallel.param_sharding import (
+    Experts,
     ParamSharding,
     Segment,
     build_param_table,
     count_parameters,
+    declare,
     initialize_parameters,
     local_part,
     local_pieces,
@@ -119,3 +122,57 @@ def test_padding_rows_are_zero_and_do_not_move_the_others():
     assert torch.equal(weight[:64], plain.embedding.word_embeddings.weight) and (weight[64:] == 0).all()
     assert count_parameters(padded) == count_parameters(model(tied=False))
     assert count_parameters(plain) == sum(param.numel() for param in plain.parameters())
+
+
+def expert_part(first, count, tp_rank=0, tp_size=1):
+    """A layer's weight of experts [first, first + count), or of one (count None): two rows of a split gate and two of up each."""
+    sharding = ParamSharding(
+        (4, 3), 0, (Segment("gate", 2, "tp"), Segment("up", 2, "tp")), is_expert=True, experts=Experts(first, 4, count)
+    )
+    part = torch.nn.Module()
+    part.mlp = torch.nn.Module()
+    part.mlp.experts = holder = torch.nn.Module()
+    if count is None:
+        holder.local_experts = torch.nn.ModuleList([torch.nn.Module()])
+        holder = holder.local_experts[0]
+    holder.linear_fc1 = torch.nn.Module()
+    weight = torch.nn.Parameter(torch.empty(local_shape(sharding, tp_size)))
+    holder.linear_fc1.weight = weight
+    declare(weight, sharding, init_method_normal(1.0), tp_rank=tp_rank, tp_size=tp_size)
+    return part, weight
+
+
+def test_experts_start_equal_wherever_they_are():
+    """One by one or several in a parameter, all on one rank or spread, whole or split over the experts' tensor axis."""
+    whole, all_weights = expert_part(0, 4)
+    initialize_parameters(whole, 3)
+    assert len({tuple(expert.flatten().tolist()) for expert in all_weights}) == 4
+    for first, count, tp_rank, tp_size in ((2, 2, 0, 1), (3, None, 0, 1), (0, None, 1, 2), (1, 3, 1, 2), (0, 4, 0, 2)):
+        part, weight = expert_part(first, count, tp_rank, tp_size)
+        initialize_parameters(part, 3)
+        assert torch.equal(weight, local_part(all_weights.detach(), weight.sharding, tp_rank, tp_size)), (first, count, tp_rank)
+    assert local_shape(expert_part(1, 3)[1].sharding, 2) == (3, 2, 3) and local_shape(expert_part(3, None)[1].sharding, 1) == (4, 3)
+
+
+def test_experts_made_outside_of_a_model_differ_by_their_index():
+    parts = []
+    for first in (0, 2):
+        torch.manual_seed(5)
+        parts.append(expert_part(first, 2)[1])
+        after = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(torch.cat(parts), expert_part(0, 4)[1]) and torch.equal(after, torch.rand(1)), "ranks stay in step"
+
+
+def test_experts_have_one_key_and_count_once():
+    for count in (None, 2):
+        part, weight = expert_part(2, count)
+        (record,) = build_param_table(part).values()
+        assert record.key == "mlp.experts.experts.linear_fc1.weight"
+        assert (record.whole_shape, record.place, record.prepended) == ((4, 4, 3), (2,), int(count is None))
+        assert count_parameters(part) == 4 * 12 and not weight.allreduce and not weight.sequence_parallel
+    shared: Any = torch.nn.Module()
+    shared.shared_experts = torch.nn.Linear(2, 2, bias=False)
+    declare(shared.shared_experts.weight, ParamSharding((2, 2)), init_method_normal(1.0))
+    (record,) = build_param_table(shared).values()
+    assert record.key == "shared_experts.weight" and shared.shared_experts.weight.allreduce
