@@ -8,31 +8,55 @@ import pytest
 
 from tests.functional.runner import on, torchrun, train, write_corpus
 
-SIZE = "--num-layers 4 --global-batch-size 8 --micro-batch-size 1"
+# A small learning rate: Adam moves weights whose gradients are all but zero by full steps, in directions that rounding decides.
+SIZE = "--num-layers 4 --global-batch-size 8 --micro-batch-size 1 --lr 1e-3"
 MODELS = {
     "gpt": "",
     "llama": "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",
 }
+MODELS["moe"] = (
+    f"{MODELS['llama']} --num-experts 4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+    "--moe-ffn-hidden-size 96 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
+VPP = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+CP, EP = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# (processes, flags) of the run that saves after half of its steps, of the one that goes on; is it part of the fast tests
+# (processes, flags) of the run that saves after half of its steps, of the one that goes on; models; is it part of the fast tests
+DENSE, EXPERTS = ("gpt", "llama"), ("moe",)
 PAIRS = {
-    "tp2 sp pp2 to pp2 dp2 sharded": ((4, f"{SP} {PP}"), (4, f"{PP} {SHARDED}"), True),
-    "tp2 sp dp2 sharded to tp2 sp pp2 vpp2": ((4, f"{SP} {SHARDED}"), (4, f"{SP} {PP} --num-layers-per-virtual-pipeline-stage 1"), False),
-    "pp2 dp2 overlapped to tp2 sp recompute": ((4, f"{PP} --overlap-grad-reduce"), (2, f"{SP} {RECOMPUTE}"), False),
-    "pp2 recompute to pp2 zero-bubble tp2": ((2, f"{PP} {RECOMPUTE}"), (4, f"{PP} --pipeline-schedule zero-bubble {TP}"), False),
-    "pp2 dp2 per-token to tp2 dp2": ((4, f"{PP} --calculate-per-token-loss"), (4, TP), False),
-    "tp2 sp pp2 dp2 sharded to one process": ((8, f"{SP} {PP} {SHARDED}"), (1, ""), False),
+    "tp2 sp pp2 to pp2 dp2 sharded": ((4, f"{SP} {PP}"), (4, f"{PP} {SHARDED}"), DENSE, True),
+    "tp2 sp dp2 sharded to tp2 sp pp2 vpp2": (
+        (4, f"{SP} {SHARDED}"),
+        (4, f"{SP} {VPP}"),
+        DENSE,
+        False,
+    ),
+    "pp2 dp2 overlapped to tp2 sp recompute": ((4, f"{PP} --overlap-grad-reduce"), (2, f"{SP} {RECOMPUTE}"), DENSE, False),
+    "pp2 recompute to pp2 zero-bubble tp2": ((2, f"{PP} {RECOMPUTE}"), (4, f"{PP} --pipeline-schedule zero-bubble {TP}"), DENSE, False),
+    "pp2 dp2 per-token to tp2 dp2": ((4, f"{PP} --calculate-per-token-loss"), (4, TP), DENSE, False),
+    "tp2 sp pp2 dp2 sharded to one process": ((8, f"{SP} {PP} {SHARDED}"), (1, ""), DENSE, False),
+    "tp2 sp cp2 to cp2 dp2 sharded a2a": ((4, f"{SP} {CP}"), (4, f"{CP} {SHARDED} --cp-comm-type a2a"), DENSE, False),
+    "cp2 pp2 to one process": ((4, f"{CP} {PP}"), (1, ""), DENSE, False),
+    "ep2 sharded to tp2 sp": ((2, f"{EP} {SHARDED}"), (2, SP), EXPERTS, True),
+    "ep2 pp2 to ep4 sharded": ((4, f"{EP} {PP}"), (4, f"--expert-model-parallel-size 4 {SHARDED}"), EXPERTS, False),
+    "tp2 sp ep2 etp1 to cp2 ep2": ((2, f"{SP} {EP} --expert-tensor-parallel-size 1"), (2, f"{CP} {EP} {SHARDED}"), EXPERTS, False),
+    "ep2 pp2 vpp2 instances to one process": (
+        (8, f"{EP} {VPP} {SHARDED} --num-distributed-optimizer-instances 2"),
+        (1, ""),
+        EXPERTS,
+        False,
+    ),
 }
 
 
 def cases():
-    for name, (_, _, fast) in PAIRS.items():
-        for model in MODELS:
-            is_fast = fast and model == "gpt"
+    for name, (_, _, models, fast) in PAIRS.items():
+        for model in models:
+            is_fast = fast and model == models[0]
             marks = [] if is_fast else [pytest.mark.slow(reason="several processes each; `make test-layouts` runs them all")]
             yield pytest.param(name, model, id=f"{name} {model}", marks=marks)
 
@@ -50,7 +74,7 @@ def alone(corpus):
 
 @pytest.mark.parametrize("name, model", cases())
 def test_a_pair_trains_the_same_model(corpus, alone, tmp_path, name, model):
-    (processes, flags), (later_processes, later_flags), _ = PAIRS[name]
+    (processes, flags), (later_processes, later_flags), _, _ = PAIRS[name]
     first = torchrun(processes, *on(corpus, SIZE, MODELS[model], flags, "--exit-interval 2 --save", tmp_path))
     assert first.code == 0, first.err
     second = torchrun(later_processes, *on(corpus, SIZE, MODELS[model], later_flags, "--load", tmp_path))

@@ -126,8 +126,8 @@ class ShardedLoadPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         for wanted in self.tensors[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]:
             assert wanted.data is not None
-            target = wanted.data.detach().view(wanted.chunk_shape) if wanted.data.is_contiguous() else None
-            assert target is not None, f"{wanted.key} is not contiguous"
+            # by indexing, not by view: of experts that tensor parallelism splits the data is a stretch of a middle dimension
+            target = wanted.data.detach()[(None,) * wanted.prepend_axis_num]
             for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
                 target = target.narrow(axis, start, length)
             target.copy_(tensor)
