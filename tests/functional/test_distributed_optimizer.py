@@ -84,3 +84,17 @@ def test_deterministic_runs_are_equal(corpus: Path, tmp_path: Path) -> None:
     runs = [torchrun(2, *on(corpus, flags, SHARDED, f"--save {tmp_path}/{name}")) for name in ("one", "two")]
     assert rows(runs[0]) == rows(runs[1])
     assert_equal_tensors(checkpoint_tensors(tmp_path / "one", 4), checkpoint_tensors(tmp_path / "two", 4))
+
+
+def test_instances_and_options_of_the_reduction(corpus: Path, tmp_path: Path) -> None:
+    """Two instances train as one, also from a checkpoint of the other; buckets of another size and bf16 gradients train."""
+    flags = f"--train-iters 6 --global-batch-size 4 --micro-batch-size 1 {NO_CLIP}"
+    instances = f"{OVERLAPPED} --num-distributed-optimizer-instances 2 --ddp-num-buckets 3"
+    one = torchrun(4, *on(corpus, flags, SHARDED))
+    folder = f"--save {tmp_path} --load {tmp_path}"
+    first = torchrun(4, *on(corpus, flags, instances, folder), "--exit-interval 3")
+    second = torchrun(2, *on(corpus, flags, f"{SHARDED} --ddp-bucket-size 5000", folder))
+    assert [result.code for result in (one, first, second)] == [0] * 3, first.err + second.err
+    assert first.losses() + second.losses() == pytest.approx(one.losses(), rel=2e-6)
+    half = f"--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation {SHARDED}"
+    assert torchrun(2, *on(corpus, flags, half)).losses() == pytest.approx(one.losses(), rel=3e-2)
