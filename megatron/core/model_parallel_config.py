@@ -30,6 +30,10 @@ _USED = (
     "grad_sync_func",
     "gradient_accumulation_fusion",
     "pipeline_schedule",
+    "tp_comm_overlap",
+    "tp_comm_overlap_ag",
+    "tp_comm_overlap_rs",
+    "tp_comm_overlap_rs_dgrad",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
@@ -83,7 +87,13 @@ class ModelParallelConfig:
     # Linears write their weight gradient straight into the gradient buffer (tensor_parallel/weight_grad.py).
     gradient_accumulation_fusion: bool = False
     delay_wgrad_compute: bool = False
+
+    # Communication of sequence parallelism behind the matrix products (tensor_parallel/comm_overlap.py): gathering for column-parallel
+    # linears and back through row-parallel ones, scattering after row-parallel ones, scattering of column-parallel ones' gradients.
     tp_comm_overlap: bool = False
+    tp_comm_overlap_ag: bool = True
+    tp_comm_overlap_rs: bool = True
+    tp_comm_overlap_rs_dgrad: bool = False
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
 
@@ -125,6 +135,10 @@ class ModelParallelConfig:
             found.append("fp16 and bf16 are both on; choose one")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             found.append("sequence_parallel needs tensor_model_parallel_size > 1, which is 1; turn it off or split over 2 ranks")
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            found.append("tp_comm_overlap needs sequence_parallel: it hides the gathering and scattering of tokens; turn it on too")
+        if self.tp_comm_overlap_rs_dgrad and not self.tp_comm_overlap:
+            found.append("tp_comm_overlap_rs_dgrad needs tp_comm_overlap; turn it on too")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             found.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, which is 1; leave it unset")
         if self.pipeline_schedule not in PIPELINE_SCHEDULES:

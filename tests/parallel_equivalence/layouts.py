@@ -89,6 +89,8 @@ LAYOUTS = (
     Layout("tp2 sp", tp=2, sp=True, models=("gpt", "llama", "norms"), fast=True),
     Layout("tp2 sp accumulation", tp=2, sp=True, microbatches=4),
     Layout("tp4 sp", tp=4, sp=True, microbatches=2),
+    Layout("tp2 sp overlap", tp=2, sp=True, config={"tp_comm_overlap": True}, fast=True),
+    Layout("tp4 sp overlap", tp=4, sp=True, config={"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True}),
     Layout("pp2", pp=2, microbatches=4, models=("gpt", "llama", "norms"), fast=True),
     Layout("pp2 one micro batch", pp=2),
     Layout("pp2 per-token", pp=2, microbatches=4, per_token=True),

@@ -19,6 +19,10 @@ LAYOUTS = {
         943,
     ),
     "TP2 + sequence parallel": ("--global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel", 1045),
+    "TP2 + sequence parallel, overlapped": (
+        "--global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+        1031,
+    ),
     "PP2": ("--global-batch-size 16 --pipeline-model-parallel-size 2", 2328),
     "PP2, 2 layers a virtual stage": (
         "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",

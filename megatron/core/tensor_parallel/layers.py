@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core import device
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.comm_overlap import LinearReduceScatter, gather_matmul, matmul_reduce_scatter
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_first_dim,
@@ -20,10 +21,11 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
+    start_gather_first_dim,
 )
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, declare, local_shape
 from megatron.core.tensor_parallel.utils import VocabUtility
-from megatron.core.tensor_parallel.weight_grad import write_weight_grad
+from megatron.core.tensor_parallel.weight_grad import weight_grad
 from megatron.core.utils import Group, divide, get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
 
 
@@ -41,7 +43,11 @@ def empty_parameter(sharding: ParamSharding, config: ModelParallelConfig, tp_siz
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b, whose backward writes dW into the gradient buffer and overlaps the reduction of dx with it."""
+    """x W^T + b, whose backward writes dW into the gradient buffer.
+
+    Backward overlaps what it communicates: the gathering of x with the product for dx, the reduction of dx with the product for dW.
+    With sequence_parallel also chunk by chunk: `overlap_gather` in forward, `overlap_scatter` the reduction of dx with its own product.
+    """
 
     @staticmethod
     def forward(
@@ -53,41 +59,45 @@ class _Linear(torch.autograd.Function):
         reduce_input_grad: bool,
         sequence_parallel: bool,
         group: Group,
+        overlap_gather: bool = False,
+        overlap_scatter: bool = False,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.has_bias = weight, bias is not None
-        ctx.settings = fuse_weight_grad, reduce_input_grad, sequence_parallel, group
+        ctx.settings = fuse_weight_grad, reduce_input_grad, sequence_parallel, overlap_scatter, group
+        if sequence_parallel and overlap_gather:
+            out, _ = gather_matmul(x, weight.t(), group)
+            return out if bias is None else out.add_(bias)
         return F.linear(gather_first_dim(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        weight, (fuse_weight_grad, reduce_input_grad, sequence_parallel, group) = ctx.weight, ctx.settings
+        weight, (fuse_weight_grad, reduce_input_grad, sequence_parallel, overlap_scatter, group) = ctx.weight, ctx.settings
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grads[0].contiguous()
-        if sequence_parallel and needs_weight:
-            x = gather_first_dim(x, group)
-        grad_input, waiting = None, None
-        if needs_input:
+        gathered, gathering = start_gather_first_dim(x, group) if sequence_parallel and needs_weight else (x, None)
+        grad_input, reduced = None, None
+        if needs_input and sequence_parallel and overlap_scatter:
+            grad_input, reduced = matmul_reduce_scatter(grad, weight, group)
+        elif needs_input:
             grad_input = grad.matmul(weight)
             if sequence_parallel:
                 whole, grad_input = grad_input, grad_input.new_empty(grad_input.shape[0] // get_pg_size(group), *grad_input.shape[1:])
-                waiting = dist.reduce_scatter_tensor(grad_input, whole, group=group, async_op=True)
+                reduced = dist.reduce_scatter_tensor(grad_input, whole, group=group, async_op=True).wait
             elif reduce_input_grad:
-                waiting = dist.all_reduce(grad_input, group=group, async_op=True)
+                reduced = dist.all_reduce(grad_input, group=group, async_op=True).wait
         grad_weight = None
         grad_2d = grad.view(-1, grad.shape[-1])
         if needs_weight:
-            x_2d = x.reshape(-1, x.shape[-1])
-            if fuse_weight_grad and hasattr(weight, "main_grad"):
-                write_weight_grad(weight, grad_2d, x_2d)
-            else:
-                grad_weight = grad_2d.t().mm(x_2d)
+            if gathering is not None:
+                gathering.wait()
+            grad_weight = weight_grad(weight, grad_2d, gathered.reshape(-1, gathered.shape[-1]), fuse_weight_grad)
         grad_bias = grad_2d.sum(dim=0) if needs_bias and ctx.has_bias else None
-        if waiting is not None:
-            waiting.wait()
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        if reduced is not None:
+            reduced()
+        return grad_input, grad_weight, grad_bias, *[None] * 6
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -201,14 +211,17 @@ class ColumnParallelLinear(torch.nn.Module):
             raise ValueError("ColumnParallelLinear was built with skip_weight_param_allocation: pass forward a weight")
         if tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
             raise ValueError(f"weight of shape {tuple(weight.shape)} given, expected {(self.output_size_per_partition, self.input_size)}")
-        output = linear_with_grad_accumulation_and_async_allreduce(
+        config = self.config
+        output = _Linear.apply(
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
-            self.config.gradient_accumulation_fusion,
+            config.gradient_accumulation_fusion,
             self.allreduce_dgrad,
             self.sequence_parallel,
-            tp_group=self.tp_group,
+            self.tp_group,
+            config.tp_comm_overlap and config.tp_comm_overlap_ag,
+            config.tp_comm_overlap and config.tp_comm_overlap_rs_dgrad,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
@@ -275,9 +288,14 @@ class RowParallelLinear(torch.nn.Module):
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         bias = None if self.skip_bias_add else self.bias
-        alone = get_pg_size(self.tp_group) == 1
+        alone, config = get_pg_size(self.tp_group) == 1, self.config
+        if self.sequence_parallel and config.tp_comm_overlap and config.tp_comm_overlap_rs:
+            output = LinearReduceScatter.apply(
+                input_, self.weight, config.gradient_accumulation_fusion, config.tp_comm_overlap_ag, self.tp_group
+            )
+            return output if bias is None else output + bias, self.bias if self.skip_bias_add else None
         output = linear_with_grad_accumulation_and_async_allreduce(
-            input_, self.weight, bias if alone else None, self.config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
+            input_, self.weight, bias if alone else None, config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
         )
         if not alone:
             reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region

@@ -45,6 +45,12 @@ def gather_first_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
+def start_gather_first_dim(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
+    """(the gathered rows, the work to wait for before they are read). `x` must live until then."""
+    out = x.new_empty(x.shape[0] * get_pg_size(group), *x.shape[1:])
+    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
+
+
 def gather_last_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
     parts = gather_first_dim(x, group).chunk(get_pg_size(group), dim=0)
     return torch.cat(parts, dim=-1)

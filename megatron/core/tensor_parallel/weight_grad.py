@@ -56,6 +56,14 @@ def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tens
         add_to_main_grad(weight, torch.mm(left, inputs))
 
 
+def weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tensor, fuse: bool) -> torch.Tensor | None:
+    """The gradient for autograd to pass on; None where `fuse` and the weight's main_grad let it be written there."""
+    if fuse and hasattr(weight, "main_grad"):
+        write_weight_grad(weight, grad_output, inputs)
+        return None
+    return grad_output.t().mm(inputs)
+
+
 def add_to_main_grad(param: Any, grad: torch.Tensor) -> None:
     """main_grad (+)= grad, in main_grad's dtype; then say that it is there."""
     if param.main_grad_filled:

@@ -60,6 +60,11 @@ def check_tensor(args: Args) -> Iterator[Problem]:
     tensor = args.tensor_model_parallel_size
     if args.sequence_parallel and tensor == 1:
         yield problem(args, "sequence_parallel", "needs --tensor-model-parallel-size above 1: there is nothing to divide", "leave it out")
+    if args.tp_comm_overlap and not args.sequence_parallel:
+        rule = "needs --sequence-parallel: it hides the gathering and scattering of tokens"
+        yield problem(args, "tp_comm_overlap", rule, "--sequence-parallel, or leave it out")
+    if args.tp_comm_overlap_rs_dgrad and not args.tp_comm_overlap:
+        yield problem(args, "tp_comm_overlap_rs_dgrad", "is a part of --tp-comm-overlap, which is off", "--tp-comm-overlap")
     if tensor <= 1:
         return
     divided = [("num_attention_heads", args.num_attention_heads), ("ffn_hidden_size", args.ffn_hidden_size)]

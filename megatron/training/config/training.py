@@ -142,6 +142,22 @@ class ParallelismFlags:
     expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", minimum=1)
     expert_tensor_parallel_size: int | None = flag(None, "Ranks that share one expert. Default: the tensor size.", minimum=1)
     sequence_parallel: bool = flag(False, "Norms and dropout of a tensor-parallel group split the sequence.")
+    tp_comm_overlap: bool = flag(
+        False, "With --sequence-parallel: tokens are gathered and scattered in chunks, behind the matrix products of the linears."
+    )
+    tp_comm_overlap_ag: bool = flag(
+        True,
+        "With --tp-comm-overlap: gather before the product.",
+        names=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"),
+    )
+    tp_comm_overlap_rs: bool = flag(
+        True,
+        "With --tp-comm-overlap: scatter after the product.",
+        names=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"),
+    )
+    tp_comm_overlap_rs_dgrad: bool = flag(
+        False, "With --tp-comm-overlap: scatter the gradients of inputs behind their own product too, not only behind that of the weights."
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "Layers of one virtual stage.", minimum=1)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Virtual stages of one rank.", minimum=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage, for uneven splits.", minimum=1)

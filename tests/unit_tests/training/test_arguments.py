@@ -197,6 +197,8 @@ BAD_LAYOUT = [
     ("--expert-model-parallel-size 2 --global-batch-size 6", 3, ["3 processes", "expert 2"]),
     ("--context-parallel-size 2 --seq-length 31", 2, ["--seq-length 31", "2 x --context-parallel-size 2 = 4", "--seq-length 32"]),
     ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size above 1"]),
+    ("--tp-comm-overlap --tensor-model-parallel-size 2", 2, ["--tp-comm-overlap: needs --sequence-parallel"]),
+    ("--tp-comm-overlap-rs-dgrad --tensor-model-parallel-size 2 --sequence-parallel", 2, ["part of --tp-comm-overlap, which is off"]),
     ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0", "at least 1"]),
 ]  # fmt: skip
 
@@ -271,6 +273,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
     "--use-checkpoint-args", "--help", "--overlap-param-gather", "--ddp-reduce-scatter-with-fp32-accumulation",
+    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 
