@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, parallel_state
+from megatron.core.context_parallel import positions_of_rank, split_for_context_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -86,6 +87,7 @@ def start_groups(layout: Layout) -> None:
         hierarchical_context_parallel_sizes=list(layout.hierarchical_cp) or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=layout.instances,
     )
 
 
@@ -129,6 +131,7 @@ def build(layout: Layout, model_name: str, dtype: torch.dtype) -> tuple[list[Dis
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=gathered,
         use_distributed_optimizer=sharded,
+        num_distributed_optimizer_instances=layout.instances,
         bucket_size=4000,
     )
     stage, wrapped = get_pg_rank(groups.pp), []
@@ -161,6 +164,7 @@ def build(layout: Layout, model_name: str, dtype: torch.dtype) -> tuple[list[Dis
     optimizer = get_megatron_optimizer(settings, wrapped)
     config = wrapped[0].config
     config.no_sync_func = [chunk.no_sync for chunk in wrapped]
+    config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped] if layout.overlap else None
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped, optimizer
 
@@ -180,8 +184,6 @@ def rank_part(layout: Layout, batch: Batch) -> Batch:
     """What this rank gets of a micro batch that its data-parallel rank trains on: its part of the sequence."""
     if layout.cp == 1:
         return batch
-    from megatron.core.context_parallel import split_for_context_parallel
-
     rank = parallel_state.get_context_parallel_rank()
     return {name: value if value.dim() < 2 else split_for_context_parallel(value, 1, rank, layout.cp) for name, value in batch.items()}
 
@@ -190,8 +192,6 @@ def positions_here(layout: Layout) -> torch.Tensor:
     """Which tokens of the sequence this rank has in attention's parts of the model."""
     if layout.cp == 1:
         return torch.arange(SEQ)
-    from megatron.core.context_parallel import positions_of_rank
-
     return positions_of_rank(SEQ, parallel_state.get_context_parallel_rank(), layout.cp)
 
 
@@ -250,15 +250,15 @@ class Recorder:
 def weights(chunks: Sequence[DistributedDataParallel], what: Callable[[ParamRecord], torch.Tensor]) -> dict[Key, Weight]:
     """`what` of every parameter of this rank, on the CPU; of parameters that hold experts, for each expert by itself."""
     found: dict[Key, Weight] = {}
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     for chunk in chunks:
         for record in build_param_table(chunk).values():
-            value, experts = what(record).detach().cpu().clone(), getattr(record.sharding, "experts", None)
-            groups = ProcessGroupCollection.use_mpu_process_groups()
+            value, experts = what(record).detach().cpu().clone(), record.sharding.experts
             tensor_group = groups.expt_tp if record.sharding.is_expert else groups.tp
-            parts, sharding = [(None, value)], record.sharding
+            sharding = record.sharding
+            parts: list[tuple[int | None, torch.Tensor]] = [(None, value)]
             if experts is not None:
-                alone: dict[str, Any] = {"experts": None}
-                sharding = replace(sharding, **alone)  # that of one expert's tensor, as the values below
+                sharding = replace(sharding, experts=None)  # that of one expert's tensor, as the values below
                 parts = [(experts.first + i, part) for i, part in enumerate([value] if experts.count is None else value.unbind(0))]
             for expert, part in parts:
                 key = (record.key, record.layer, expert)

@@ -5,7 +5,8 @@ tensor parallelism all-reduces x once a block forward and once backward; sequenc
 reduce-scatters it after, does the opposite on the way back, and gathers the input of the block's first linear again for its weight's
 gradient. A pipeline stage sends x (sequence parallelism: its rank's part of it) on after each of its chunks, and the gradient of x back,
 once a micro batch. A step moves the gradient buffer once over the data-parallel ranks; with the distributed optimizer half of that work,
-and the parameters as the other half.
+and the parameters as the other half. With experts spread over ranks each token's row goes to each of its experts with its weight, comes
+back without, and their gradients go the opposite way. (Context parallelism: tests/unit_tests/context_parallel/.)
 """
 
 import contextlib
@@ -31,7 +32,15 @@ DATA = Layout("dp2", dp=2)
 SHARDED = Layout("dp2 sharded", dp=2, distributed_optimizer=True)
 SPLIT = (Layout("tp2", tp=2), Layout("tp2 sp", tp=2, sp=True))
 # name -> position of the whole tensor
-LARGE_SIDE = {"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 1, "broadcast": 0, "isend": 0, "irecv": 0}
+LARGE_SIDE = {
+    "all_reduce": 0,
+    "all_gather_into_tensor": 0,
+    "reduce_scatter_tensor": 1,
+    "all_to_all_single": 1,
+    "broadcast": 0,
+    "isend": 0,
+    "irecv": 0,
+}
 PIPELINES = (
     Layout("pp2", pp=2, microbatches=3),
     Layout("pp2 vpp2", pp=2, vpp=2, microbatches=4),
@@ -101,6 +110,22 @@ def test_volume_of_tensor_and_sequence_parallelism() -> None:
             fixed, layer = Counter(outside_of_layers(layouts[name], model)), Counter(of_a_layer(layouts[name]))
             expected = {kind: fixed[kind] + num_layers * layer[kind] for kind in fixed | layer}
             assert counts == expected, f"{name}, {model}, {num_layers} layers"
+
+
+EXPERTS = Layout("ep2", dp=2, ep=2, config={"moe_token_dispatcher_type": "alltoall"})
+
+
+def expert_passes() -> dict[int, int]:
+    return {n: one_pass(EXPERTS, "moe", n)["all_to_all_single"] for n in (1, 2)}
+
+
+def test_volume_of_experts() -> None:
+    """Over all ranks, since how the tokens divide over experts is the router's choice."""
+    topk = MODELS["moe"].config["moe_router_topk"]
+    of_a_layer = EXPERTS.ep * TOKENS * topk * (2 * (HIDDEN + 1) + 2 * HIDDEN)
+    every_rank = ranks().run(EXPERTS.world_size, expert_passes)
+    for num_layers in (1, 2):
+        assert sum(rank[num_layers] for rank in every_rank) == num_layers * of_a_layer
 
 
 def one_step(layout: Layout) -> tuple[dict[str, int], int, int]:

@@ -10,12 +10,16 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.context_parallel.partial_attention import PartialAttention
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.pipeline_parallel.p2p_communication import Incoming
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.param_sharding import is_expert
+from megatron.core.transformer.moe import token_dispatcher
 from tests.distributed import ranks
 from tests.parallel_equivalence import comparison, harness
 from tests.parallel_equivalence.comparison import assert_equals_one_process, bit_differences, coverage, reference, report, trained
-from tests.parallel_equivalence.layouts import GPU_TOLERANCES, LAYOUTS, TOLERANCES, Layout
+from tests.parallel_equivalence.layouts import A2A, GPU_TOLERANCES, LAYOUTS, MODELS, TOLERANCES, Layout
 
 
 def cases(chosen: Callable[[Layout], bool]) -> list[Any]:
@@ -102,6 +106,45 @@ def a_bucket_is_not_gathered() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def sums_over_tensor_ranks_are_a_little_off() -> Iterator[None]:
+    original = mappings.all_reduce
+    with mock.patch.object(mappings, "all_reduce", lambda x, group: original(x, group) * (1 + 1e-8)):
+        yield
+
+
+@contextlib.contextmanager
+def keys_of_other_ranks_are_not_seen() -> Iterator[None]:
+    original = PartialAttention.add
+
+    def own_alone(self: PartialAttention, key_rank: int | None, *keys: torch.Tensor) -> None:
+        if key_rank == self.geometry.rank:
+            original(self, key_rank, *keys)
+
+    with mock.patch.object(PartialAttention, "add", own_alone):
+        yield
+
+
+@contextlib.contextmanager
+def tokens_arrive_a_little_changed() -> Iterator[None]:
+    original = token_dispatcher.all_to_all
+    with mock.patch.object(token_dispatcher, "all_to_all", lambda x, *arguments: original(x, *arguments) * (1 + 1e-8)):
+        yield
+
+
+@contextlib.contextmanager
+def gradients_of_experts_stay_apart() -> Iterator[None]:
+    original = ParamAndGradBuffer.reduce_bucket
+
+    def skipping(self: ParamAndGradBuffer, index: int, async_op: bool) -> None:
+        if is_expert(self.params[0]):
+            self.group = None
+        original(self, index, async_op)
+
+    with mock.patch.object(ParamAndGradBuffer, "reduce_bucket", skipping):
+        yield
+
+
 # name -> (layout, fault, texts that the report has, texts that it has not)
 FAULTS: dict[str, tuple[Layout, Any, tuple[str, ...], tuple[str, ...]]] = {
     "sequence": (
@@ -109,6 +152,30 @@ FAULTS: dict[str, tuple[Layout, Any, tuple[str, ...], tuple[str, ...]]] = {
         partial_gradients_stay_partial,
         ("gradient of ('decoder.final_layernorm.weight'", "gradient norm of step 1 ", "later loss", "marked as replicated and differs"),
         ("initial weight", "forward", "first loss"),
+    ),
+    "tensor": (
+        Layout("tp2", tp=2, models=("gpt",)),
+        sums_over_tensor_ranks_are_a_little_off,
+        ("forward of (0, 'embedding')", "forward of (0, 'layer 1')", "gradient of ('decoder.layers"),
+        ("initial weight", "differs between ranks"),
+    ),
+    "context": (
+        Layout("cp2", cp=2, cp_comm_type="p2p", models=("gpt",)),
+        keys_of_other_ranks_are_not_seen,
+        ("forward of (0, 'layer 1')", "gradient of ('decoder.layers", "first loss"),
+        ("initial weight", "forward of (0, 'embedding')", "differs between ranks"),
+    ),
+    "experts, what is dispatched": (
+        Layout("ep2", dp=2, ep=2, config=A2A, models=("moe",)),
+        tokens_arrive_a_little_changed,
+        ("forward of (0, 'layer 1')", "gradient of ('decoder.layers.mlp.experts"),
+        ("initial weight", "forward of (0, 'embedding')", "differs between ranks"),
+    ),
+    "experts, what is reduced": (
+        Layout("dp2 experts", dp=2, config=A2A, models=("moe",)),
+        gradients_of_experts_stay_apart,
+        ("gradient of ('decoder.layers.mlp.experts", "gradient norm of step 1 ", "marked as replicated and differs"),
+        ("initial weight", "forward", "first loss", "gradient of ('decoder.layers.self_attention"),
     ),
     "pipeline, tied weights": (
         Layout("pp2", pp=2, models=("gpt",)),
@@ -177,4 +244,5 @@ def test_the_table() -> None:
     assert sum(layout.fast for layout in LAYOUTS) * 2 <= len(LAYOUTS)
     settings = [replace(layout, name="", models=(), fast=False) for layout in LAYOUTS]
     assert all(settings.count(one) == 1 for one in settings), "a layout stands in the table twice"
+    assert {model for layout in LAYOUTS for model in layout.models} == set(MODELS), "a model is in no layout"
     assert comparison.STEPS >= 10

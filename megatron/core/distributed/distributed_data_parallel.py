@@ -14,6 +14,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, default_bucket_size, group_params
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.tensor_parallel.weight_grad import add_to_main_grad
 from megatron.core.utils import get_pg_size, strip_wrapper_prefix
 
@@ -62,11 +63,6 @@ class _BucketReadiness:
             self.expected = [seen + waited_for for seen, waited_for in zip(self.seen, idle, strict=True)]
 
 
-def is_expert(param: torch.Tensor) -> bool:
-    """Whether a parameter's sharding record says that it is an expert's."""
-    return bool(getattr(getattr(param, "sharding", None), "is_expert", False))
-
-
 class DistributedDataParallel(nn.Module):
     """Wrap `module`; every trainable parameter gets `main_grad`, `main_grad_filled` and `grad_ready`.
 
@@ -106,8 +102,8 @@ class DistributedDataParallel(nn.Module):
         self.expt_dp_group = groups.expt_dp
         instances = ddp_config.num_distributed_optimizer_instances > 1
         # (ranks of a buffer's reduction within an optimizer instance, ranks of the same place in the others)
-        self._dense_ranks = (groups.intra_dp_cp, groups.inter_dist_opt) if instances else (groups.dp_cp, None)
-        self._expert_ranks = (groups.intra_expt_dp, groups.inter_expt_dp) if instances else (groups.expt_dp, None)
+        self._dense_groups = (groups.intra_dp_cp, groups.inter_dist_opt) if instances else (groups.dp_cp, None)
+        self._expert_groups = (groups.intra_expt_dp, groups.inter_expt_dp) if instances else (groups.expt_dp, None)
         self.is_last_microbatch = True
         self.grad_buffers = self._make_buffers(disable_bucketing)
         self._sequence = _reduction_order(self.grad_buffers, list(module.parameters()))
@@ -133,7 +129,7 @@ class DistributedDataParallel(nn.Module):
         per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
         buffers = []
         for (_, grad_dtype, of_experts), params in group_params(named, grad_dtype_of).items():
-            group, instance_group = self._expert_ranks if of_experts else self._dense_ranks
+            group, instance_group = self._expert_groups if of_experts else self._dense_groups
             num_ranks = get_pg_size(group) * get_pg_size(instance_group)
             numel = sum(param.numel() for _, param in params)
             bucket_size = ddp_config.bucket_size or default_bucket_size(dense_size)
@@ -168,11 +164,11 @@ class DistributedDataParallel(nn.Module):
     @property
     def dense_shard_group(self) -> dist.ProcessGroup | None:
         """The ranks over which a distributed optimizer spreads what is not an expert's."""
-        return self._dense_ranks[0]
+        return self._dense_groups[0]
 
     @property
     def expert_shard_group(self) -> dist.ProcessGroup | None:
-        return self._expert_ranks[0]
+        return self._expert_groups[0]
 
     def _grad_ready_function(self, param: nn.Parameter) -> Callable[[], None]:
         def grad_ready() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 PARAM_ALIGNMENT = 64  # elements; so every view starts on a 128-byte boundary in bf16 too
@@ -322,6 +323,5 @@ def group_params(
     grouped: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in params:
         if param.requires_grad:
-            is_expert = bool(getattr(getattr(param, "sharding", None), "is_expert", False))
-            grouped.setdefault((param.dtype, grad_dtype_of(param.dtype), is_expert), []).append((name, param))
+            grouped.setdefault((param.dtype, grad_dtype_of(param.dtype), is_expert(param)), []).append((name, param))
     return grouped

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.distributed_data_parallel import is_expert
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, shard_params
 from megatron.core.optimizer.fused_optimizers import FusedAdam, FusedOptimizer, FusedSGD
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer, OptimizedParam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.utils import strip_wrapper_prefix
 
 __all__ = ["DistributedOptimizer", "MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer"]

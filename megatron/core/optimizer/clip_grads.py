@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 # On a CPU torch adds up squares of fp32 in fp32: over 14 million elements the norm is off by 6e-4. Over 64 Ki it is below 1e-6.
@@ -77,7 +78,7 @@ class NormPlan:
         self._cuts: list[list[tuple[int, int, int] | None]] = []  # for each parameter: (dim, start, length), or all of it
         owners: list[int] = []
         weights: list[list[float]] = [[], []]  # of each piece in the sums over dense parameters and over experts
-        of_experts = [bool(getattr(getattr(param, "sharding", None), "is_expert", False)) for _, param in named_params]
+        of_experts = [is_expert(param) for _, param in named_params]
         for index, (name, param) in enumerate(named_params):
             sharding: Any = getattr(param, "sharding", None)
             tp = (experts if of_experts[index] else dense).tp

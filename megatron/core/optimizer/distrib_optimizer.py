@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.distributed_data_parallel import is_expert
 from megatron.core.optimizer.clip_grads import NormGroups, NormPlan
 from megatron.core.optimizer.optimizer import MegatronOptimizer, OptimizedParam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 _HALF = (torch.float16, torch.bfloat16)

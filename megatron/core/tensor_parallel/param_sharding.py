@@ -2,6 +2,10 @@
 
 A layer declares the record of each parameter it makes; `build_param_table` collects a chunk's records and checks that none is missing.
 Read by initialization, gradient reduction, gradient norm, optimizer sharding and checkpoints.
+
+Checkpoint keys, a contract with Megatron-LM's files: a layer's parameters are stacked over layers under one key
+(decoder.layers.self_attention.linear_proj.weight) where all layers are alike, else stored under each layer's number (decoder.layers.3.…);
+experts' under mlp.experts.experts.linear_fc1.weight, with a dimension of experts after that of layers, whichever module holds them.
 """
 
 import math
@@ -92,6 +96,11 @@ class ParamRecord:
     def prepended(self) -> int:
         """Leading dimensions that `whole_shape` has and the parameter has not."""
         return len(self.place) - self.sharding.expert_dims
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Whether a parameter's sharding record says that it is an expert's; a parameter without a record is none."""
+    return bool(getattr(getattr(param, "sharding", None), "is_expert", False))
 
 
 def replicated(param_or_shape: torch.Tensor | tuple[int, ...], *, grad_partial: tuple[str, ...] = ()) -> ParamSharding:

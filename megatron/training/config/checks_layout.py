@@ -222,7 +222,7 @@ def check_instances(args: Args) -> Iterator[Problem]:
         return
     part = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     expert_replicas, rest = divmod(args.world_size, part * args.pipeline_model_parallel_size)
-    if args.expert_model_parallel_size > 1 and not rest and expert_replicas % count:
+    if not rest and expert_replicas % count:
         rule = f"must divide the {expert_replicas} ranks that hold the same experts too"
         yield problem(args, dest, rule, nearest_divisor(expert_replicas, count))
 

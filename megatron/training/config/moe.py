@@ -34,8 +34,10 @@ class MoEFlags:
         False, "Softmax over all experts before the choice, instead of over the chosen ones.", checkpoint=ARCHITECTURE
     )
     moe_router_topk_scaling_factor: float | None = flag(None, "The weights are multiplied by it.", checkpoint=ARCHITECTURE)
-    moe_router_num_groups: int | None = flag(None, "Groups of consecutive experts, for --moe-router-group-topk.", minimum=1)
-    moe_router_group_topk: int | None = flag(None, "A token's experts are in that many groups alone.", minimum=1)
+    moe_router_num_groups: int | None = flag(
+        None, "Groups of consecutive experts, for --moe-router-group-topk.", minimum=1, checkpoint=ARCHITECTURE
+    )
+    moe_router_group_topk: int | None = flag(None, "A token's experts are in that many groups alone.", minimum=1, checkpoint=ARCHITECTURE)
     moe_router_enable_expert_bias: bool = flag(
         False,
         "A bias by expert that chooses but does not weigh, moved each step towards balance.",

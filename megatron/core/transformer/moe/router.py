@@ -221,7 +221,7 @@ class TopKRouter(Router):
             loss = self.apply_z_loss(logits, tokens, padding)
             total = self._with(total, "z_loss", loss, config.moe_z_loss_coeff)
         assert total is not None
-        if config.calculate_per_token_loss:
+        if config.calculate_per_token_loss:  # the step's gradient is divided by its tokens at the end: weighted by this micro batch's
             total = total * (tokens if loss_tokens is None else loss_tokens.to(total.dtype))
         return total
 
