@@ -1,5 +1,6 @@
 """How a run ends when it fails: the user's faults in one line, ours with a traceback, both in torchrun's table."""
 
+import gc
 import os
 import sys
 import traceback
@@ -29,6 +30,7 @@ def reported() -> Iterator[None]:
     """
     try:
         yield
+        _meet()
     except UsageError as error:
         with suppress(SystemExit):
             exit_with_usage_error(error)
@@ -63,11 +65,23 @@ def _say(message: str) -> None:
     print_line(message, sys.stderr)
 
 
+def _meet() -> None:
+    """Wait until every rank has come to its end: one that left first would take with it what others still use, a store for example."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with phase.phase("leaving"):
+            dist.barrier()
+
+
 def _shut_down() -> None:
     """Leave the process as it was before: groups, counters and globals gone."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
+        alone = dist.get_world_size() == 1
         dist.destroy_process_group()
+        if not alone:
+            # A group ends with the last reference to it, and models refer to themselves. The threads of one that lives on free what they
+            # worked on when they get to it; if Python is ending just then, it ends such a thread amid a destructor: terminate, SIGABRT.
+            gc.collect()
     unset_num_microbatches_calculator()
     unset_global_variables()
     phase.reset()

@@ -1,6 +1,7 @@
 """From a checked command line to a process that can build a model: device, process groups, seeds, globals."""
 
 import argparse
+import importlib
 import logging
 import os
 import random
@@ -65,6 +66,10 @@ def start_processes(args: argparse.Namespace) -> None:
     if not device.has_accelerator() and "OMP_NUM_THREADS" not in os.environ and args.world_size == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
     if not dist.is_initialized():
+        if args.world_size > 1:
+            # Its functions take the default group of the moment of this import as their default; imported later, as checkpoints do, they
+            # would keep the group and its threads alive to the end of the process (see errors._shut_down).
+            importlib.import_module("torch.distributed.nn.functional")
         store = dist.HashStore() if args.world_size == 1 else None  # one process meets nobody: no port is opened
         dist.init_process_group(
             backend="gloo" if args.distributed_backend == "gloo" else device.distributed_backend(),

@@ -24,6 +24,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args, pretrain
 from pretrain_gpt import model_provider, train_valid_test_datasets_provider
 
+TASKS = Path("/proc/self/task")
 POISONED_WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
@@ -71,3 +72,5 @@ if __name__ == "__main__":
     pretrain(
         train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step, extra_args_provider=add_arguments
     )
+    if TASKS.exists():  # threads that outlive training may abort the process when Python ends
+        print("threads at the end:", *sorted((task / "comm").read_text().strip() for task in TASKS.iterdir()))

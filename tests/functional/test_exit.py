@@ -119,6 +119,17 @@ def test_two_ranks_end_after_the_same_step(corpus: Path, tmp_path: Path, number:
     assert f"signal {number.name}" in first.out
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc, which is Linux's")
+def test_no_thread_of_a_process_group_outlives_training(corpus: Path, tmp_path: Path) -> None:
+    """Python ends such a thread when it is done itself; amid a C++ destructor that is "terminate called without an active exception"."""
+    with Processes() as started:
+        flags = ("--train-iters 2 --use-distributed-optimizer --num-workers 0", f"--save {tmp_path}")
+        results = [finished(child) for child in started.ranks(2, *on(corpus, *flags), script=POISONED)]
+    for result in results:
+        assert result.code == 0, result.err
+        assert "threads at the end: python\n" in result.out
+
+
 def test_torchrun_passes_sigterm_on(corpus: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with Processes() as started:
