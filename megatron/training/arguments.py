@@ -282,7 +282,9 @@ def record_for_elastic(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
+    # torchrun takes the earliest for the cause, by the second, and of several the lowest rank, also of those that it ended itself
+    stamp = str(int(time.time()) - 1)
+    content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": stamp}}}
     try:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(content, file)

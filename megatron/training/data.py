@@ -15,6 +15,7 @@ from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import was_given
 from megatron.training.config import TokenizerFlags
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
+from megatron.training.phase import phase
 from megatron.training.training_log import print_rank_0
 
 
@@ -173,7 +174,8 @@ class BatchStream:
         if self.iterator is None:
             self.iterator = iter(self.loader)
         try:
-            return next(self.iterator)
+            with phase("data loading", timed=False):
+                return next(self.iterator)
         except StopIteration:
             raise ValueError(
                 f"the {self.name} data ran out: it has fewer samples than the run asks for; "

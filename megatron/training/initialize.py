@@ -17,7 +17,7 @@ from megatron.core import device, parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
-from megatron.training import global_vars, phase
+from megatron.training import failure, global_vars, phase
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.checks_layout import virtual_stages
 
@@ -87,6 +87,17 @@ def start_processes(args: argparse.Namespace) -> None:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
+
+
+def set_timeout(seconds: float) -> None:
+    """--distributed-timeout-seconds-after-init: from now on a collective may take so long, in every group of this rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    groups = [group for found in parallel_state.all_groups().values() for group in (found if isinstance(found, list) else [found])]
+    for group in {dist.group.WORLD, *groups} - {None}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    if (watch := failure.watch()) is not None:
+        watch.timeout = seconds
 
 
 def set_random_seed(seed: int) -> None:

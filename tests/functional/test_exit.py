@@ -144,16 +144,16 @@ def test_torchrun_passes_sigterm_on(corpus: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_saved_after_a_peer_was_killed(corpus: Path, tmp_path: Path) -> None:
     """No launcher tells the survivor: it finds out by itself, ends, and keeps the last checkpoint as the last."""
-    started_at = time.monotonic()
     with Processes() as started:
         flags = f"{KILL_AT_6} --save-interval 4 --save {tmp_path}"
         survivor, victim = started.ranks(2, *on(corpus, flags, "--exit-signal-handler"), script=POISONED)
         assert finished(victim).code == -signal.SIGKILL
+        died_at = time.monotonic()
         result = finished(survivor, timeout=60)
     assert result.code not in (0, None), result.out
-    assert time.monotonic() - started_at < 90
+    assert time.monotonic() - died_at < 60
     assert checkpoints(tmp_path) == ["iter_0000004"] and tracker(tmp_path) == "4"
-    assert result.errors and "rank 0" in result.errors[0], result.err
+    assert result.errors and "rank 1" in result.errors[0], result.err
 
 
 @pytest.mark.slow  # a torchrun of its own for what the test above shows without one

@@ -82,6 +82,9 @@ class DistributedFlags:
         False, "With --use-distributed-optimizer and --overlap-grad-reduce: updated parameters are gathered while the forward pass runs."
     )
     distributed_timeout_minutes: int = flag(10, "After it a collective that hangs is an error.", unit="minutes", minimum=1)
+    distributed_timeout_seconds_after_init: int | None = flag(
+        None, "The same once the model, the data and the logs are there, when collectives wait for no slow file.", unit="seconds", minimum=1
+    )
     local_rank: int = flag(
         0, "Rank on this host, by old launchers: it chooses the GPU. LOCAL_RANK or SLURM_LOCALID of the environment wins.", minimum=0
     )
@@ -101,6 +104,11 @@ class ParallelismFlags:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Virtual stages of one rank.", minimum=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage, for uneven splits.", minimum=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage, for uneven splits.", minimum=1)
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "The split in letters, a | between stages: E embedding, t layer, L loss, t*3 and (tt|)*4 repeat; 'Et*3|(tt|)*4L' is 6 stages. "
+        "Several times as many stages as --pipeline-model-parallel-size are virtual stages.",
+    )
     account_for_embedding_in_pipeline_split: bool = flag(False, "The embedding counts as a layer in the split.")
     account_for_loss_in_pipeline_split: bool = flag(False, "The loss counts as a layer in the split.")
     pipeline_schedule: str = flag(
