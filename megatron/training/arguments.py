@@ -179,6 +179,8 @@ def derive(args: argparse.Namespace) -> None:
         if heads and heads > 0:
             fill("kv_channels", default_kv_channels(hidden, heads))
     args.data_parallel_size = checks_layout.data_parallel_size(args)
+    if (steps := checks.batch_size_steps(args)) is not None:
+        fill("global_batch_size", steps[-1][1])
     if args.micro_batch_size and args.data_parallel_size:
         fill("global_batch_size", args.micro_batch_size * args.data_parallel_size)
     if args.tokenizer_type is None and args.vocab_file and args.merge_file:

@@ -49,17 +49,24 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
 
 
 def train_iterations(args: argparse.Namespace) -> int:
-    """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, ramp-up counted."""
+    """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, of whichever sizes."""
     if args.train_samples is None:
         return args.train_iters
     sizes = build_num_microbatches_calculator(
-        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size, False
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        False,
+        args.step_batch_size_schedule,
+        args.seq_length,
     )
     iterations = consumed = 0
     while True:
         sizes.update(consumed, consistency_check=False)
         batch = sizes.get_current_global_batch_size()
-        if batch == args.global_batch_size:
+        if sizes.is_final(consumed):
             return iterations + max(0, args.train_samples - consumed) // batch
         if consumed + batch > args.train_samples:
             return iterations

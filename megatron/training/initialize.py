@@ -50,6 +50,8 @@ def initialize_megatron(
         args.micro_batch_size,
         args.data_parallel_size,
         False,
+        args.step_batch_size_schedule,
+        args.seq_length,
     )
     timers = Timers(args.timing_log_level, args.timing_log_option)
     global_vars.set_global("timers", timers)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import layout_problems, pipeline_layout
 from megatron.training.argument_utils import Problem
-from megatron.training.config.checks import Args, multiples, name_of, nearest_divisor, problem
+from megatron.training.config.checks import Args, batch_size_steps, multiples, name_of, nearest_divisor, problem
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
@@ -193,7 +193,12 @@ def _check_groups(args: Args, chunks: int) -> Iterator[Problem]:
             f"of {stages} pipeline ranks need a multiple of {stages}, so a global batch that is a multiple of {stages * micro * replicas}"
         )
         yield problem(args, "global_batch_size", rule, works)
-    elif args.rampup_batch_size is not None and len(args.rampup_batch_size) == 3:
+    for _, size in batch_size_steps(args) or ():
+        if size % (micro * replicas) == 0 and size // (micro * replicas) % stages:
+            rule = f"the size {size} must be a multiple of {stages * micro * replicas}: {chunks} virtual stages take {stages} micro batches"
+            yield problem(args, "step_batch_size_schedule", f"{rule} at a time")
+            break
+    if batches % stages == 0 and args.rampup_batch_size is not None and len(args.rampup_batch_size) == 3:
         group = stages * micro * replicas
         start, increment, samples = args.rampup_batch_size
         if start > 0 and increment > 0 and (start % group or increment % group):

@@ -21,6 +21,12 @@ class BatchFlags:
         unit="samples",
         nargs=3,
     )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        "TOKENS:SIZE ...: the global batch size in samples from so many consumed tokens on, such as '0:384 200B:768' (K, M, B and T are "
+        "powers of 1000; tokens are samples x --seq-length). The last is --global-batch-size; needs --train-samples.",
+        unit="tokens and samples",
+    )
 
 
 @dataclass
