@@ -6,6 +6,7 @@
 import atexit
 import os
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -37,6 +38,10 @@ def _entry(rank: int, world_size: int, port: int, folder: str, function: Callabl
         torch.save(result, Path(folder) / f"{rank}.pt")
         dist.barrier()
         dist.destroy_process_group()
+        # groups that a module still holds have threads, and Python may abort when it ends amid their work
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     except Exception:
         (Path(folder) / f"{rank}.error").write_text(traceback.format_exc())
         raise

@@ -54,6 +54,10 @@ class NumMicroBatchesCalculator:
     def _batch_size_at(self, consumed_samples: int) -> int:
         return self.global_batch_size
 
+    def is_final(self, consumed_samples: int) -> bool:
+        """Whether the batch size stays as it is after `consumed_samples` samples."""
+        return self._batch_size_at(consumed_samples) == self.batch_sizes()[-1]
+
     def _check(self) -> None:
         for size in self.batch_sizes():
             if size < self.samples_per_pass if self.decrease_batch_size_if_needed else size % self.samples_per_pass:
@@ -159,6 +163,9 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     def _batch_size_at(self, consumed_samples: int) -> int:
         tokens = consumed_samples * self.seq_length
         return [size for threshold, size in self.schedule if threshold <= tokens][-1]
+
+    def is_final(self, consumed_samples: int) -> bool:
+        return consumed_samples * self.seq_length >= self.schedule[-1][0]  # the last size may have been in use before
 
 
 def parse_step_batch_size_schedule(text: str) -> list[tuple[int, int]]:

@@ -179,6 +179,8 @@ def derive(args: argparse.Namespace) -> None:
         if heads and heads > 0:
             fill("kv_channels", default_kv_channels(hidden, heads))
     args.data_parallel_size = checks_layout.data_parallel_size(args)
+    if (steps := checks.batch_size_steps(args)) is not None:
+        fill("global_batch_size", steps[-1][1])
     if args.micro_batch_size and args.data_parallel_size:
         fill("global_batch_size", args.micro_batch_size * args.data_parallel_size)
     if args.tokenizer_type is None and args.vocab_file and args.merge_file:
@@ -286,7 +288,9 @@ def record_for_elastic(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
+    # torchrun takes the earliest for the cause, by the second, and of several the lowest rank, also of those that it ended itself
+    stamp = str(int(time.time()) - 1)
+    content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": stamp}}}
     try:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(content, file)

@@ -267,6 +267,7 @@ def _agree(failure: OSError | None) -> None:
         dist.broadcast_object_list(box, src=0)
         failure = box[0]
     if failure is not None:
+        failure.failed_rank = 0  # type: ignore[attr-defined]
         raise failure
 
 

@@ -15,6 +15,7 @@ from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import was_given
 from megatron.training.config import TokenizerFlags
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
+from megatron.training.phase import phase
 from megatron.training.training_log import print_rank_0
 
 
@@ -48,17 +49,24 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
 
 
 def train_iterations(args: argparse.Namespace) -> int:
-    """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, ramp-up counted."""
+    """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, of whichever sizes."""
     if args.train_samples is None:
         return args.train_iters
     sizes = build_num_microbatches_calculator(
-        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size, False
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        False,
+        args.step_batch_size_schedule,
+        args.seq_length,
     )
     iterations = consumed = 0
     while True:
         sizes.update(consumed, consistency_check=False)
         batch = sizes.get_current_global_batch_size()
-        if batch == args.global_batch_size:
+        if sizes.is_final(consumed):
             return iterations + max(0, args.train_samples - consumed) // batch
         if consumed + batch > args.train_samples:
             return iterations
@@ -173,7 +181,8 @@ class BatchStream:
         if self.iterator is None:
             self.iterator = iter(self.loader)
         try:
-            return next(self.iterator)
+            with phase("data loading", timed=False):
+                return next(self.iterator)
         except StopIteration:
             raise ValueError(
                 f"the {self.name} data ran out: it has fewer samples than the run asks for; "

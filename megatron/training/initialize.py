@@ -1,6 +1,7 @@
 """From a checked command line to a process that can build a model: device, process groups, seeds, globals."""
 
 import argparse
+import importlib
 import logging
 import os
 import random
@@ -16,7 +17,7 @@ from megatron.core import device, parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
-from megatron.training import global_vars, phase
+from megatron.training import failure, global_vars, phase
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.checks_layout import virtual_stages
 
@@ -49,6 +50,8 @@ def initialize_megatron(
         args.micro_batch_size,
         args.data_parallel_size,
         False,
+        args.step_batch_size_schedule,
+        args.seq_length,
     )
     timers = Timers(args.timing_log_level, args.timing_log_option)
     global_vars.set_global("timers", timers)
@@ -65,6 +68,10 @@ def start_processes(args: argparse.Namespace) -> None:
     if not device.has_accelerator() and "OMP_NUM_THREADS" not in os.environ and args.world_size == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
     if not dist.is_initialized():
+        if args.world_size > 1:
+            # Its functions take the default group of the moment of this import as their default; imported later, as checkpoints do, they
+            # would keep the group and its threads alive to the end of the process (see errors._shut_down).
+            importlib.import_module("torch.distributed.nn.functional")
         store = dist.HashStore() if args.world_size == 1 else None  # one process meets nobody: no port is opened
         dist.init_process_group(
             backend="gloo" if args.distributed_backend == "gloo" else device.distributed_backend(),
@@ -85,6 +92,17 @@ def start_processes(args: argparse.Namespace) -> None:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
+
+
+def set_timeout(seconds: float) -> None:
+    """--distributed-timeout-seconds-after-init: from now on a collective may take so long, in every group of this rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    groups = [group for found in parallel_state.all_groups().values() for group in (found if isinstance(found, list) else [found])]
+    for group in {dist.group.WORLD, *groups} - {None}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    if (watch := failure.watch()) is not None:
+        watch.timeout = seconds
 
 
 def set_random_seed(seed: int) -> None:

@@ -13,16 +13,16 @@ from megatron.core.flops import model_flops
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.settings import moe_layer_pattern
-from megatron.training import errors
+from megatron.training import errors, failure
 from megatron.training.arguments import finalize_args, parse_and_validate
 from megatron.training.callback_setup import build_callbacks
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import checkpoint_args, load_checkpoint, prepare_folder
 from megatron.training.data import build_datasets, build_tokenizer_from_args, num_samples, train_iterations
 from megatron.training.global_vars import set_global
-from megatron.training.initialize import initialize_megatron
+from megatron.training.initialize import initialize_megatron, set_timeout
 from megatron.training.model_setup import setup_model_and_optimizer
-from megatron.training.phase import phase
+from megatron.training.phase import outside, phase
 from megatron.training.train_step import TrainingRun, train_step
 from megatron.training.training_log import print_rank_0
 
@@ -60,6 +60,7 @@ def _pretrain(
     with phase("initialization"):
         finalize_args(args)
         initialize_megatron(parsed_args=args)
+        failure.start(60.0 * args.distributed_timeout_minutes)
         if args.save and not args.skip_train:
             prepare_folder(args.save)
         set_global("tokenizer", build_tokenizer_from_args(args))
@@ -90,6 +91,8 @@ def _pretrain(
     )
     with phase("opening the logs"):
         callbacks = build_callbacks(args, validation, test)
+    if args.distributed_timeout_seconds_after_init is not None:
+        set_timeout(args.distributed_timeout_seconds_after_init)
     print_rank_0(f"setup took {started.elapsed():.1f} s")
     try:
         if not args.skip_train and state.iteration < run.train_iters:
@@ -136,6 +139,7 @@ def _flops_of_experts(args: argparse.Namespace) -> dict[str, Any]:
 
 def train(run: TrainingRun, batches: Iterator, callbacks: list[Callback]) -> None:
     """The loop: steps until the last iteration, or until a callback sets `run.stop_reason`."""
+    outside("between steps")
     for chunk in run.model:
         chunk.train()
     for callback in callbacks:

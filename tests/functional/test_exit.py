@@ -119,6 +119,17 @@ def test_two_ranks_end_after_the_same_step(corpus: Path, tmp_path: Path, number:
     assert f"signal {number.name}" in first.out
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc, which is Linux's")
+def test_no_thread_of_a_process_group_outlives_training(corpus: Path, tmp_path: Path) -> None:
+    """Python ends such a thread when it is done itself; amid a C++ destructor that is "terminate called without an active exception"."""
+    with Processes() as started:
+        flags = ("--train-iters 2 --use-distributed-optimizer --num-workers 0", f"--save {tmp_path}")
+        results = [finished(child) for child in started.ranks(2, *on(corpus, *flags), script=POISONED)]
+    for result in results:
+        assert result.code == 0, result.err
+        assert "threads at the end: python\n" in result.out
+
+
 def test_torchrun_passes_sigterm_on(corpus: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with Processes() as started:
@@ -133,16 +144,16 @@ def test_torchrun_passes_sigterm_on(corpus: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_saved_after_a_peer_was_killed(corpus: Path, tmp_path: Path) -> None:
     """No launcher tells the survivor: it finds out by itself, ends, and keeps the last checkpoint as the last."""
-    started_at = time.monotonic()
     with Processes() as started:
         flags = f"{KILL_AT_6} --save-interval 4 --save {tmp_path}"
         survivor, victim = started.ranks(2, *on(corpus, flags, "--exit-signal-handler"), script=POISONED)
         assert finished(victim).code == -signal.SIGKILL
+        died_at = time.monotonic()
         result = finished(survivor, timeout=60)
     assert result.code not in (0, None), result.out
-    assert time.monotonic() - started_at < 90
+    assert time.monotonic() - died_at < 60
     assert checkpoints(tmp_path) == ["iter_0000004"] and tracker(tmp_path) == "4"
-    assert result.errors and "rank 0" in result.errors[0], result.err
+    assert result.errors and "rank 1" in result.errors[0], result.err
 
 
 @pytest.mark.slow  # a torchrun of its own for what the test above shows without one

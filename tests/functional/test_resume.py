@@ -91,6 +91,19 @@ def test_ramp_up_of_the_batch_is_resumed(corpus: Path, tmp_path: Path) -> None:
     assert_equal_tensors(checkpoint_tensors(tmp_path / "straight", last), checkpoint_tensors(tmp_path / "resumed", last))
 
 
+def test_batch_sizes_in_steps(corpus: Path, tmp_path: Path) -> None:
+    """By a table worked out by hand (a sample is 64 tokens), also after a resume; a size may come back."""
+    flags = "--step-batch-size-schedule '0:4 512:8 1.6K:4' --train-samples 40 --global-batch-size 4"
+    base = train(*on(corpus, flags), base=TRAIN_BY_SAMPLES)
+    assert base.code == 0, base.err
+    # 512 tokens are 8 samples, 1600 are 25: 4 4 | 8 8 8 | 4 4
+    assert base.column("consumed_samples") == [4, 8, 16, 24, 32, 36, 40]
+    half = train(*on(corpus, flags), f"--exit-interval 3 --save {tmp_path}", base=TRAIN_BY_SAMPLES)
+    resumed = train(*on(corpus, flags), f"--load {tmp_path}", base=TRAIN_BY_SAMPLES)
+    assert half.column("consumed_samples") == [4, 8, 16]
+    assert numbers(half) + numbers(resumed) == numbers(base)
+
+
 def test_training_by_samples_is_resumed(corpus: Path, tmp_path: Path) -> None:
     length = "--train-samples 32 --lr-warmup-samples 8"
     straight = train(*on(corpus, length), base=TRAIN_BY_SAMPLES)

@@ -142,12 +142,13 @@ def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike
 
 
 def first_cause(error: CheckpointException) -> BaseException:
-    """The lowest failing rank's own exception, with its rank in the message where the type allows."""
+    """The lowest failing rank's own exception, with its rank in the message where the type allows, and as `failed_rank`."""
     rank, wrapped = min(error.failures.items())
     cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    if isinstance(cause, OSError):
-        return cause
-    return ValueError(f"rank {rank}: {cause}")
+    if not isinstance(cause, OSError):
+        cause = ValueError(f"rank {rank}: {cause}")
+    setattr(cause, "failed_rank", rank)  # noqa: B010
+    return cause
 
 
 def check_is_checkpoint(checkpoint_dir: str | os.PathLike) -> None:

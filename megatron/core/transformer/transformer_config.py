@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_m
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.settings import moe_layer_pattern, moe_problems
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout, layout_problems
 from megatron.core.transformer.recompute import DEFAULT_MODULES, recompute_problems
 from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
@@ -54,6 +55,7 @@ _USED = (
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
+    "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split",
@@ -161,7 +163,8 @@ class TransformerConfig(ModelParallelConfig):
     recompute_modules: list[str] | None = None
     distribute_saved_activations: bool = False
 
-    # Pipeline split.
+    # Pipeline split. A layout (pipeline_parallel_layer_layout.py) says it whole; without one the layers are divided evenly.
+    pipeline_model_parallel_layout: str | list[list[str]] | PipelineParallelLayerLayout | None = None
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
@@ -254,6 +257,7 @@ class TransformerConfig(ModelParallelConfig):
         small = [f"{name} {getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
         if small:
             return found + small
+        found += self._layout_problems()
         heads, groups, tp = self.num_attention_heads, self.num_query_groups, self.tensor_model_parallel_size
         if self.kv_channels is None:
             found.append(
@@ -296,6 +300,15 @@ class TransformerConfig(ModelParallelConfig):
         if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
             found.append("softmax_scale must not be 0")
         return found
+
+    def _layout_problems(self) -> list[str]:
+        if self.pipeline_model_parallel_layout is None or self.pipeline_model_parallel_size < 1:
+            return []
+        others = ["num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"]
+        others += ["account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"]
+        found = [f"{name} excludes pipeline_model_parallel_layout, which says it; leave it out" for name in others if getattr(self, name)]
+        chunks = self.virtual_pipeline_model_parallel_size or 1
+        return found + layout_problems(self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size, chunks, self.num_layers)
 
 
 UNBUILT = unbuilt_fields(TransformerConfig, _USED + ANY_VALUE)

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import RecomputedOutput, checkpoint, d
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.pipeline_parallel_layer_layout import pipeline_layout
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
@@ -23,6 +24,8 @@ def layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | Non
     Interleaved chunks go round the stages: chunk 0 of every stage, then chunk 1, ...
     Raises ValueError when the layers do not divide.
     """
+    if config.pipeline_model_parallel_layout is not None:
+        return pipeline_layout(config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size).layers(pp_rank, vp_stage)
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     # A stage whose layers are given divides them over its chunks; the others share what is left, the embedding and the loss counted as

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import parse_step_batch_size_schedule
 from megatron.core.transformer.recompute import recompute_problems
 from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
 from megatron.training.config.moe import MoEFlags
@@ -136,6 +137,8 @@ def check_batch(args: Args) -> Iterator[Problem]:
     if total > 0 and total % unit:
         works = " or ".join(f"--global-batch-size {size}" for size in multiples(total, unit))
         yield problem(args, "global_batch_size", f"must be a multiple of {made_of}", works)
+    if args.step_batch_size_schedule is not None:
+        yield from _check_batch_size_steps(args, unit, made_of)
     if args.rampup_batch_size is None:
         return
     start, step, samples = args.rampup_batch_size
@@ -152,6 +155,36 @@ def check_batch(args: Args) -> Iterator[Problem]:
         yield problem(args, "rampup_batch_size", rule, f"--global-batch-size {start + max(1, (total - start) // step) * step}")
     if args.train_samples is None and args.train_iters is not None:
         yield problem(args, "rampup_batch_size", "needs a length in samples", "--train-samples instead of --train-iters")
+
+
+def batch_size_steps(args: Args) -> list[tuple[int, int]] | None:
+    """--step-batch-size-schedule as (tokens, global batch size); None where it is not given or cannot be read."""
+    try:
+        return None if args.step_batch_size_schedule is None else parse_step_batch_size_schedule(args.step_batch_size_schedule)
+    except ValueError:
+        return None
+
+
+def _check_batch_size_steps(args: Args, unit: int, made_of: str) -> Iterator[Problem]:
+    if args.rampup_batch_size is not None:
+        yield problem(
+            args, "step_batch_size_schedule", "excludes --rampup-batch-size: give one of them", "--step-batch-size-schedule alone"
+        )
+    try:
+        steps = parse_step_batch_size_schedule(args.step_batch_size_schedule)
+    except ValueError as error:
+        yield problem(args, "step_batch_size_schedule", str(error), f"--step-batch-size-schedule '0:{unit} 1B:{2 * unit}'")
+        return
+    for _, size in steps:
+        if size < 1 or size % unit:
+            works = " or ".join(map(str, multiples(size, unit)))
+            yield problem(args, "step_batch_size_schedule", f"the size {size} must be a multiple of {made_of}, such as {works}")
+            return
+    if args.global_batch_size != steps[-1][1]:
+        rule = f"must be the last size of --step-batch-size-schedule, {steps[-1][1]}"
+        yield problem(args, "global_batch_size", rule, "leave it out")
+    if args.train_samples is None and args.train_iters is not None:
+        yield problem(args, "step_batch_size_schedule", "needs a length in samples", "--train-samples instead of --train-iters")
 
 
 def check_length(args: Args) -> Iterator[Problem]:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from math import lcm
 
 from megatron.core.context_parallel.combinations import backend_problem, context_parallel_problems, window_problems
+from megatron.core.transformer.pipeline_parallel_layer_layout import layout_problems, pipeline_layout
 from megatron.training.argument_utils import Problem
-from megatron.training.config.checks import Args, multiples, name_of, nearest_divisor, problem, text_of
+from megatron.training.config.checks import Args, batch_size_steps, multiples, name_of, nearest_divisor, problem, text_of
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
@@ -28,6 +29,12 @@ def data_parallel_size(args: Args) -> int | None:
 
 def virtual_stages(args: Args) -> int | None:
     """Model chunks of a pipeline rank under the interleaved schedule, None without it (one chunk is no interleaving)."""
+    if args.pipeline_model_parallel_layout is not None:
+        try:
+            layout = pipeline_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+        except (ValueError, ZeroDivisionError):  # a problem of check_pipeline
+            return None
+        return None if layout.virtual_pipeline_model_parallel_size == 1 else layout.virtual_pipeline_model_parallel_size
     chunks = args.num_virtual_stages_per_pipeline_rank
     per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
     if chunks is None and per_stage is not None and per_stage >= 1 and stages >= 1 and args.num_layers:
@@ -119,7 +126,7 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
     if stages == 1:
         if args.pipeline_schedule != "1f1b":
             yield problem(args, "pipeline_schedule", "needs --pipeline-model-parallel-size above 1", "leave it out")
-        for dest in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", *virtual):
+        for dest in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout", *virtual):
             if getattr(args, dest) is not None:
                 yield problem(args, dest, "needs --pipeline-model-parallel-size above 1: one stage has all layers", "leave it out")
         return
@@ -128,6 +135,9 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
     if args.pipeline_schedule == "zero-bubble" and not args.gradient_accumulation_fusion:
         rule = "needs gradient accumulation fusion: only those gradients of weights can be put off"
         yield problem(args, "pipeline_schedule", rule, "leave --no-gradient-accumulation-fusion out")
+    if args.pipeline_model_parallel_layout is not None:
+        yield from _check_layout(args, virtual)
+        return
     if len(virtual) == 2:
         yield problem(args, virtual[0], f"excludes {name_of(virtual[1])}: give one of them", name_of(virtual[1]))
     if not layers or stages < 1:
@@ -152,6 +162,24 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
             yield from _check_virtual_uneven(args, first, last, left // middle if middle else None)
         return
     yield from _check_virtual(args, left // middle if middle else 0, virtual)
+
+
+def _check_layout(args: Args, virtual: list[str]) -> Iterator[Problem]:
+    """--pipeline-model-parallel-layout says the whole split, virtual stages included."""
+    uneven = ["decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"]
+    accounted = ["account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"]
+    for dest in [d for d in uneven if getattr(args, d) is not None] + [d for d in accounted if getattr(args, d)] + virtual:
+        yield problem(args, dest, "excludes --pipeline-model-parallel-layout, which says the whole split", "leave it out")
+    if args.pipeline_model_parallel_size < 1:
+        return
+    found = layout_problems(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size, None, args.num_layers)
+    for text in found:
+        yield problem(args, "pipeline_model_parallel_layout", text)
+    chunks = 1 if found else virtual_stages(args) or 1
+    if chunks > 1 and args.pipeline_schedule == "zero-bubble":
+        rule = f"gives {chunks} virtual stages a rank: --pipeline-schedule zero-bubble has one"
+        yield problem(args, "pipeline_model_parallel_layout", rule)
+    yield from _check_groups(args, chunks)
 
 
 def _check_virtual_uneven(args: Args, first: int | None, last: int | None, per_rank: int | None) -> Iterator[Problem]:
@@ -197,7 +225,12 @@ def _check_groups(args: Args, chunks: int) -> Iterator[Problem]:
             f"of {stages} pipeline ranks need a multiple of {stages}, so a global batch that is a multiple of {stages * micro * replicas}"
         )
         yield problem(args, "global_batch_size", rule, works)
-    elif args.rampup_batch_size is not None and len(args.rampup_batch_size) == 3:
+    for _, size in batch_size_steps(args) or ():
+        if size % (micro * replicas) == 0 and size // (micro * replicas) % stages:
+            rule = f"the size {size} must be a multiple of {stages * micro * replicas}: {chunks} virtual stages take {stages} micro batches"
+            yield problem(args, "step_batch_size_schedule", f"{rule} at a time")
+            break
+    if batches % stages == 0 and args.rampup_batch_size is not None and len(args.rampup_batch_size) == 3:
         group = stages * micro * replicas
         start, increment, samples = args.rampup_batch_size
         if start > 0 and increment > 0 and (start % group or increment % group):

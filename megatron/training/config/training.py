@@ -21,6 +21,12 @@ class BatchFlags:
         unit="samples",
         nargs=3,
     )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        "TOKENS:SIZE ...: the global batch size in samples from so many consumed tokens on, such as '0:384 200B:768' (K, M, B and T are "
+        "powers of 1000; tokens are samples x --seq-length). The last is --global-batch-size; needs --train-samples.",
+        unit="tokens and samples",
+    )
 
 
 @dataclass
@@ -119,6 +125,9 @@ class DistributedFlags:
         no_effect="every stage gathers when its update is done",
     )
     distributed_timeout_minutes: int = flag(10, "After it a collective that hangs is an error.", unit="minutes", minimum=1)
+    distributed_timeout_seconds_after_init: int | None = flag(
+        None, "The same once the model, the data and the logs are there, when collectives wait for no slow file.", unit="seconds", minimum=1
+    )
     local_rank: int = flag(
         0, "Rank on this host, by old launchers: it chooses the GPU. LOCAL_RANK or SLURM_LOCALID of the environment wins.", minimum=0
     )
@@ -162,6 +171,11 @@ class ParallelismFlags:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Virtual stages of one rank.", minimum=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage, for uneven splits.", minimum=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage, for uneven splits.", minimum=1)
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "The split in letters, a | between stages: E embedding, t layer, L loss, t*3 and (tt|)*4 repeat; 'Et*3|(tt|)*4L' is 6 stages. "
+        "Several times as many stages as --pipeline-model-parallel-size are virtual stages.",
+    )
     account_for_embedding_in_pipeline_split: bool = flag(False, "The embedding counts as a layer in the split.")
     account_for_loss_in_pipeline_split: bool = flag(False, "The loss counts as a layer in the split.")
     pipeline_schedule: str = flag(
