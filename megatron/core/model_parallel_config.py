@@ -34,11 +34,16 @@ _USED = (
     "tp_comm_overlap_ag",
     "tp_comm_overlap_rs",
     "tp_comm_overlap_rs_dgrad",
+    "overlap_p2p_comm",
+    "microbatch_group_size_per_vp_stage",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
     "hierarchical_context_parallel_sizes",  # parallel_state makes groups of these sizes; TransformerConfig says what is wrong with them
     "deterministic_mode",  # device.set_deterministic, which the program calls, tells torch
+    "batch_p2p_comm",  # transfers between the same computations always go as one batch
+    "batch_p2p_sync",  # nothing waits for the device
+    "overlap_p2p_comm_warmup_flush",  # warm-up and flush are overlapped as all the rest is
     "deallocate_pipeline_outputs",  # what was received by the next stage is let go of in any case
     "cross_entropy_loss_fusion",  # there is one cross-entropy, and it is fused
     "timers",  # the training loop times its phases itself
@@ -99,11 +104,12 @@ class ModelParallelConfig:
 
     # Pipeline communication.
     variable_seq_lengths: bool = False
-    overlap_p2p_comm: bool = False
+    overlap_p2p_comm: bool = False  # stages compute meanwhile, in every schedule; False: each batch is waited for at once
+    overlap_p2p_comm_warmup_flush: bool = False
     batch_p2p_comm: bool = True
     batch_p2p_sync: bool = True
     deallocate_pipeline_outputs: bool = False
-    microbatch_group_size_per_vp_stage: int | None = None
+    microbatch_group_size_per_vp_stage: int | None = None  # micro batches that pass a chunk before the next does. None: the stages
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     barrier_with_L1_time: bool = True
     pipeline_schedule: str = "1f1b"  # ours; one of enums.PIPELINE_SCHEDULES. 1f1b is interleaved where stages have several chunks
@@ -141,6 +147,11 @@ class ModelParallelConfig:
             found.append("tp_comm_overlap_rs_dgrad needs tp_comm_overlap; turn it on too")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             found.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, which is 1; leave it unset")
+        group, stages = self.microbatch_group_size_per_vp_stage, self.pipeline_model_parallel_size
+        if group is not None and (self.virtual_pipeline_model_parallel_size or 1) == 1:
+            found.append(f"microbatch_group_size_per_vp_stage {group} needs virtual_pipeline_model_parallel_size > 1; leave it unset")
+        elif group is not None and group < stages:
+            found.append(f"microbatch_group_size_per_vp_stage {group} must be at least pipeline_model_parallel_size {stages}")
         if self.pipeline_schedule not in PIPELINE_SCHEDULES:
             found.append(f"pipeline_schedule {self.pipeline_schedule!r} must be one of {', '.join(PIPELINE_SCHEDULES)}")
         if self.pipeline_schedule == "zero-bubble" and (self.virtual_pipeline_model_parallel_size or 1) > 1:

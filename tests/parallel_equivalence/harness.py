@@ -92,7 +92,7 @@ def start_groups(layout: Layout) -> None:
 
 
 def config_of(layout: Layout, model_name: str, dtype: torch.dtype) -> TransformerConfig:
-    settings: dict[str, Any] = {"num_attention_heads": HEADS, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    settings: dict[str, Any] = {"num_attention_heads": HEADS, "hidden_dropout": 0.0, "attention_dropout": 0.0, "overlap_p2p_comm": True}
     settings |= MODELS[model_name].config | layout.config | RECOMPUTE.get(layout.recompute or "", {})
     if layout.cp_comm_type is not None:
         settings["cp_comm_type"] = layout.cp_comm_type

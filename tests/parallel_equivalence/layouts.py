@@ -101,6 +101,8 @@ LAYOUTS = (
     Layout("pp2 vpp2", pp=2, vpp=2, microbatches=2, fast=True),
     Layout("pp2 vpp2 more micro batches", pp=2, vpp=2, microbatches=8),
     Layout("pp2 vpp2 uneven", pp=2, vpp=2, last_layers=2, layers=6, microbatches=4),
+    Layout("pp2 vpp2 larger groups", pp=2, vpp=2, microbatches=6, config={"microbatch_group_size_per_vp_stage": 4}),
+    Layout("pp2 vpp2 waiting", pp=2, vpp=2, microbatches=4, config={"overlap_p2p_comm": False}),
     Layout("pp2 vpp4", pp=2, vpp=4, microbatches=4),
     Layout("pp4", pp=4, microbatches=4),
     Layout("pp4 fewer micro batches than stages", pp=4, microbatches=2, fast=True),

@@ -30,7 +30,11 @@ X = SEQ * MICRO_BATCH * HIDDEN
 TOKENS = SEQ * MICRO_BATCH
 DATA = Layout("dp2", dp=2)
 SHARDED = Layout("dp2 sharded", dp=2, distributed_optimizer=True)
-SPLIT = (Layout("tp2", tp=2), Layout("tp2 sp", tp=2, sp=True))
+SPLIT = (
+    Layout("tp2", tp=2),
+    Layout("tp2 sp", tp=2, sp=True),
+    Layout("tp2 sp overlap", tp=2, sp=True, config={"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True}),
+)
 # name -> position of the whole tensor
 LARGE_SIDE = {
     "all_reduce": 0,
@@ -38,8 +42,6 @@ LARGE_SIDE = {
     "reduce_scatter_tensor": 1,
     "all_to_all_single": 1,
     "broadcast": 0,
-    "isend": 0,
-    "irecv": 0,
 }
 PIPELINES = (
     Layout("pp2", pp=2, microbatches=3),
@@ -62,7 +64,13 @@ def counted() -> Iterator[Counter]:
 
         return call
 
+    def batch(operations: list[dist.P2POp], original: Callable = dist.batch_isend_irecv) -> Any:
+        for operation in operations:
+            counts["isend" if operation.op is dist.isend else "irecv"] += operation.tensor.numel()
+        return original(operations)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch))
         for name in LARGE_SIDE:
             stack.enter_context(mock.patch.object(dist, name, counting(name, getattr(dist, name))))
         yield counts

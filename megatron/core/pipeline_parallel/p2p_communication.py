@@ -1,10 +1,12 @@
-"""Activations and gradients between pipeline stages, one send and one receive at a time.
+"""Activations and gradients between pipeline stages: what a stage sends and receives between two computations goes as one batch.
 
-A plan (`schedule_plan`) gives all stages' transfers one order, so nothing here can deadlock: not with sends that block, not with
-communicators that take one transfer after another. Works with gloo and NCCL.
+A plan (`schedule_plan`) gives all stages' transfers one order, so nothing here can deadlock: not with batches that are waited for at once,
+not with a communicator that takes one batch after another. With NCCL all batches of a pipeline share one communicator; every transfer is
+in a batch, also a single one, because others would meet on communicators of their own. Works with gloo and NCCL.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,53 +14,81 @@ import torch.distributed as dist
 
 from megatron.core import device
 
-# Sent tensors that may wait for their receivers; a stage that is further ahead waits. On a GPU it is the device that waits.
+# Batches with sent tensors that may wait for their receivers; a stage that is further ahead waits. On a GPU it is the device that waits.
 MOST_UNRECEIVED = 4
+
+Transfer = tuple[torch.Tensor | None, int]  # (what is sent, or None to receive; the stage at the other end)
 
 
 class Incoming:
     """A tensor that is on its way."""
 
-    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: torch.Tensor, works: Sequence[Any]) -> None:
+        self._tensor, self._works = tensor, works
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there."""
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         return self._tensor
 
 
 class P2PCommunicator:
     """Sends to and receives from other stages of `pp_group`. Peers are ranks within the group.
 
-    Everything that is received has one shape and dtype: [s, b, h] hidden states or their gradients.
+    Everything that is sent and received has one shape and dtype: [s, b, h] hidden states or their gradients. `overlap`: computations go on
+    meanwhile; else each batch is waited for at once.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.group, self.shape, self.dtype = pp_group, shape, dtype
+    def __init__(self, pp_group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype, overlap: bool = True) -> None:
+        self.group, self.shape, self.dtype, self.overlap = pp_group, shape, dtype, overlap
         self.ranks = dist.get_process_group_ranks(pp_group)
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()  # tensors must live until they are received
+        self._sending: deque[tuple[list[Any], list[torch.Tensor]]] = deque()  # tensors must live until they are received
 
-    def send(self, tensor: torch.Tensor, peer: int) -> None:
-        """Start to send `tensor`. Raises ValueError when it has not the shape and dtype that the other stage waits for."""
+    def exchange(self, transfers: Sequence[Transfer]) -> list[Incoming]:
+        """Start `transfers` together; return what is received, in their order.
+
+        Raises ValueError when a tensor has not the shape and dtype that the other stage waits for.
+        """
+        operations, sent = [], []
+        for tensor, peer in transfers:
+            if tensor is None:
+                data = torch.empty(self.shape, dtype=self.dtype, device=device.current_device())
+            else:
+                self._check(tensor)
+                data = tensor.detach().contiguous()
+                sent.append(data)
+            operations.append(dist.P2POp(dist.irecv if tensor is None else dist.isend, data, self.ranks[peer], group=self.group))
+        works = dist.batch_isend_irecv(operations)
+        # gloo has a work for each transfer, which must be waited for once only; NCCL has one for all
+        waits = [[work] for work in works] if len(works) == len(operations) else [works] * len(operations)
+        if not self.overlap:
+            for work in works:
+                work.wait()
+            waits = [[] for _ in operations]
+        elif sent:
+            sends = [wait for wait, (tensor, _) in zip(waits, transfers, strict=True) if tensor is not None]
+            self._sending.append(([work for wait in sends for work in wait], sent))
+            while self._sending and (len(self._sending) > MOST_UNRECEIVED or all(work.is_completed() for work in self._sending[0][0])):
+                self._let_go()
+        triples = zip(operations, waits, transfers, strict=True)
+        return [Incoming(operation.tensor, wait) for operation, wait, (tensor, _) in triples if tensor is None]
+
+    def _check(self, tensor: torch.Tensor) -> None:
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise ValueError(
                 f"a pipeline stage made a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, but the next stage waits for {self.dtype} "
                 f"{self.shape} ([sequence, micro batch, hidden]): check the arguments seq_length and micro_batch_size and the config's "
                 "pipeline_dtype"
             )
-        data = tensor.detach().contiguous()
-        self._sending.append((dist.isend(data, self.ranks[peer], group=self.group), data))
-        while self._sending and (len(self._sending) > MOST_UNRECEIVED or self._sending[0][0].is_completed()):
-            self._sending.popleft()[0].wait()
 
-    def receive(self, peer: int) -> Incoming:
-        """Start to receive a tensor."""
-        tensor = torch.empty(self.shape, dtype=self.dtype, device=device.current_device())
-        work = dist.irecv(tensor, self.ranks[peer], group=self.group)
-        return Incoming(tensor, work)
+    def _let_go(self) -> None:
+        """Wait until the oldest sent tensors were received, and forget them."""
+        works, _ = self._sending.popleft()
+        for work in works:
+            work.wait()
 
     def finish(self) -> None:
         """Wait until everything sent was received."""
         while self._sending:
-            self._sending.popleft()[0].wait()
+            self._let_go()

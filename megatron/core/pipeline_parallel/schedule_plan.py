@@ -75,34 +75,48 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Plan:
     return interleaved(stage, num_stages, 1, num_microbatches)
 
 
-def interleaved(stage: int, num_stages: int, num_chunks: int, num_microbatches: int) -> Plan:
+def interleaved(stage: int, num_stages: int, num_chunks: int, num_microbatches: int, group_size: int | None = None) -> Plan:
     """1F1B over chunks of the model that go round the stages (Narayanan et al. 2021, arXiv:2104.04473).
 
-    Micro batches pass in groups of `num_stages`: a group through chunk 0, then through chunk 1, ... With several chunks
-    `num_microbatches` must be a multiple of num_stages: ValueError.
+    Micro batches pass in groups of `group_size` (None: num_stages): a group through chunk 0, then through chunk 1, ... Larger groups leave
+    transfers more time and hold more activations. ValueError, with several chunks, for groups of which one is smaller than num_stages.
     """
     _check_microbatches(num_microbatches)
-    if num_chunks > 1 and num_microbatches % num_stages:
-        raise ValueError(
-            f"{num_microbatches} micro batches over {num_stages} stages with {num_chunks} chunks each: the interleaved schedule needs a "
-            f"multiple of {num_stages}; change the global batch size"
-        )
+    group_size = num_stages if group_size is None else group_size
+    if num_chunks > 1:
+        problem = group_problem(num_stages, num_microbatches, group_size)
+        if problem:
+            raise ValueError(f"{num_microbatches} micro batches over {num_stages} stages with {num_chunks} chunks each: {problem}")
     total = num_microbatches * num_chunks
     behind = num_stages - stage - 1
-    warmup = min(total, behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * num_stages)
+    warmup = min(total, behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * min(group_size, num_microbatches))
+    groups = [range(first, min(first + group_size, num_microbatches)) for first in range(0, num_microbatches, group_size)]
+    places = [(microbatch, chunk) for group in groups for chunk in range(num_chunks) for microbatch in group]
 
     def unit(kind: Kind, number: int) -> Step:
-        if num_chunks == 1:
-            return Step(kind, number)
-        group, place = divmod(number, num_stages * num_chunks)
-        chunk, member = divmod(place, num_stages)
-        return Step(kind, group * num_stages + member, chunk if kind is Kind.FORWARD else num_chunks - 1 - chunk)
+        microbatch, chunk = places[number] if num_chunks > 1 else (number, 0)
+        return Step(kind, microbatch, chunk if kind is Kind.FORWARD else num_chunks - 1 - chunk)
 
     plan = [unit(Kind.FORWARD, number) for number in range(warmup)]
     for number in range(total - warmup):
         plan += [unit(Kind.FORWARD, warmup + number), unit(Kind.BACKWARD, number)]
     plan += [unit(Kind.BACKWARD, number) for number in range(total - warmup, total)]
     return _mark_last(plan)
+
+
+def group_problem(num_stages: int, num_microbatches: int, group_size: int) -> str | None:
+    """Why micro batches cannot pass several chunks in groups of `group_size`: the chunks' round takes as many as there are stages."""
+    if group_size < num_stages:
+        return f"groups of {group_size} micro batches must be at least as large as the pipeline has stages; make it {num_stages} or more"
+    rest = num_microbatches % group_size
+    if not 0 < rest < num_stages:
+        return None
+    if group_size == num_stages:
+        return f"the interleaved schedule needs a multiple of {num_stages}; change the global batch size"
+    return (
+        f"groups of {group_size} leave a last one of {rest}, which must have at least {num_stages}; change the global batch size or the "
+        "groups' size"
+    )
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Plan:
@@ -136,8 +150,10 @@ def _mark_last(plan: Plan) -> Plan:
     return marked
 
 
-def compute_orders(schedule: str, num_stages: int, num_chunks: int, num_microbatches: int, forward_only: bool = False) -> list[Plan]:
-    """Every stage's computations in order. Raises ValueError for what the schedule does not do."""
+def compute_orders(
+    schedule: str, num_stages: int, num_chunks: int, num_microbatches: int, forward_only: bool = False, group_size: int | None = None
+) -> list[Plan]:
+    """Every stage's computations in order; `group_size` as in `interleaved`. Raises ValueError for what the schedule does not do."""
     if schedule not in PIPELINE_SCHEDULES:
         raise ValueError(f"pipeline schedule {schedule!r} must be one of {', '.join(PIPELINE_SCHEDULES)}")
     if schedule == "zero-bubble" and num_chunks > 1:
@@ -149,7 +165,7 @@ def compute_orders(schedule: str, num_stages: int, num_chunks: int, num_microbat
     plans = [
         zero_bubble(stage, num_stages, num_microbatches)
         if schedule == "zero-bubble"
-        else interleaved(stage, num_stages, num_chunks, num_microbatches)
+        else interleaved(stage, num_stages, num_chunks, num_microbatches, group_size)
         for stage in range(num_stages)
     ]
     return [[step for step in plan if step.kind is Kind.FORWARD] for plan in plans] if forward_only else plans
@@ -229,11 +245,27 @@ def with_transfers(orders: Sequence[Plan], num_chunks: int) -> list[Plan]:
 
 @lru_cache(maxsize=64)
 def pipeline_plans(
-    schedule: str, num_stages: int, num_chunks: int, num_microbatches: int, forward_only: bool = False
+    schedule: str, num_stages: int, num_chunks: int, num_microbatches: int, forward_only: bool = False, group_size: int | None = None
 ) -> tuple[tuple[Step, ...], ...]:
-    """What each stage does in one step, transfers included. `schedule`: one of enums.PIPELINE_SCHEDULES; several chunks interleave."""
-    orders = compute_orders(schedule, num_stages, num_chunks, num_microbatches, forward_only)
+    """What each stage does in one step, transfers included. `schedule`: one of enums.PIPELINE_SCHEDULES; several chunks interleave, in
+    groups of `group_size` micro batches."""
+    orders = compute_orders(schedule, num_stages, num_chunks, num_microbatches, forward_only, group_size)
     return tuple(map(tuple, with_transfers(orders, num_chunks)))
+
+
+def in_batches(plan: Iterable[Step]) -> list[list[Step]]:
+    """The plan's steps, with those transfers together that have no computation between them.
+
+    A batch's transfers start together and none waits for another. It starts when its first could, and all that must be over before
+    that comes earlier in the order that all stages share, so that batches cannot deadlock where single transfers do not.
+    """
+    batches: list[list[Step]] = []
+    for step in plan:
+        if step.payload is not None and batches and batches[-1][0].payload is not None:
+            batches[-1].append(step)
+        else:
+            batches.append([step])
+    return batches
 
 
 # --- what is checked about plans ---

@@ -1,12 +1,12 @@
 """The one runner that executes any schedule plan."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from .schedule_plan import Kind, Step
+from .schedule_plan import Kind, Step, in_batches
 
 
 class StageWork(Protocol):
@@ -28,9 +28,7 @@ class StageWork(Protocol):
 class Communicator(Protocol):
     """See p2p_communication.P2PCommunicator."""
 
-    def send(self, tensor: torch.Tensor, peer: int) -> None: ...
-
-    def receive(self, peer: int) -> Any: ...
+    def exchange(self, transfers: Sequence[tuple[torch.Tensor | None, int]]) -> Sequence[Any]: ...
 
     def finish(self) -> None: ...
 
@@ -56,16 +54,22 @@ def run_plan(
         arriving = incoming.pop((kind, step.chunk, step.microbatch), None)
         return None if arriving is None else arriving.wait()
 
-    for step in plan:
+    def exchange(batch: Sequence[Step]) -> None:
+        """The communicator alone keeps what is sent: memory goes back once it is received."""
+        assert communicator is not None
+        transfers = []
+        for step in batch:
+            tensor = outgoing.pop((step.payload, step.chunk, step.microbatch)) if step.kind is Kind.SEND else None
+            assert step.peer is not None and (tensor is not None or step.kind is Kind.RECV)
+            transfers.append((tensor, step.peer))
+        receives = [(step.payload, step.chunk, step.microbatch) for step in batch if step.kind is Kind.RECV]
+        incoming.update(zip(receives, communicator.exchange(transfers), strict=True))
+
+    for batch in in_batches(plan):
+        step = batch[0]
         chunk, microbatch = step.chunk, step.microbatch
-        if step.kind is Kind.SEND:
-            tensor = outgoing.pop((step.payload, chunk, microbatch))
-            assert communicator is not None and tensor is not None and step.peer is not None
-            communicator.send(tensor, step.peer)
-            del tensor  # the communicator alone keeps it: memory goes back once it is received
-        elif step.kind is Kind.RECV:
-            assert communicator is not None and step.peer is not None
-            incoming[step.payload, chunk, microbatch] = communicator.receive(step.peer)
+        if step.payload is not None:
+            exchange(batch)
         elif step.kind is Kind.FORWARD:
             outgoing[step.kind, chunk, microbatch] = work.forward(chunk, microbatch, received(step.kind, step))
         else:

@@ -9,19 +9,24 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.pipeline_parallel.schedule_plan import COMPUTE, Kind, Step, compute_orders, costs_of, needs, start_times
+from megatron.core.pipeline_parallel.schedule_plan import COMPUTE, Kind, Step, compute_orders, costs_of, in_batches, needs, start_times
 
 
 class _Run:
-    """The state of all stages: how far each is in its plan, what its communicators were given, what has happened."""
+    """The state of all stages: how far each is in its plan, what its communicators were given, what has happened.
 
-    def __init__(self, plans: Sequence[Sequence[Step]], num_chunks: int, per_pair: bool, blocking: bool) -> None:
-        self.plans, self.num_chunks, self.per_pair, self.blocking = plans, num_chunks, per_pair, blocking
+    A communicator is given batches and takes one after another. The transfers of a batch happen each for itself, those between the same two
+    stages in their order; what was received can be used, as on NCCL, when the whole batch is over.
+    """
+
+    def __init__(self, plans: Sequence[Sequence[Step]], num_chunks: int, per_pair: bool, blocking: bool, batched: bool) -> None:
+        self.plans = [in_batches(plan) if batched else [[step] for step in plan] for plan in plans]
+        self.num_chunks, self.per_pair, self.blocking = num_chunks, per_pair, blocking
         self.at = [0] * len(plans)
-        self.queues: list[dict[Hashable, deque[Step]]] = [{} for _ in plans]
+        self.queues: list[dict[Hashable, deque[tuple[list[Step], list[Step]]]]] = [{} for _ in plans]  # (batch, what is left of it)
         self.computed: set[tuple[int, Kind, int, int]] = set()
+        self.done: set[tuple[int, Step]] = set()  # transfers
         self.received: set[tuple[int, Kind | None, int, int]] = set()
-        self.sent: set[tuple[int, Kind | None, int, int]] = set()
 
     def communicator(self, stage: int, step: Step) -> Hashable:
         return frozenset((stage, step.peer)) if self.per_pair else "all"
@@ -40,59 +45,70 @@ class _Run:
         return True
 
     def advance(self, stage: int) -> bool:
-        """Let a stage do its next step, if it can."""
+        """Let a stage do its next step or batch, if it can."""
         if self.at[stage] == len(self.plans[stage]):
             return False
-        step = self.plans[stage][self.at[stage]]
+        batch = self.plans[stage][self.at[stage]]
+        step = batch[0]
         if step.kind in COMPUTE:
             if not self.can_compute(stage, step):
                 return False
             self.computed.add((stage, step.kind, step.chunk, step.microbatch))
         else:
-            if step.kind is Kind.SEND and (stage, step.payload, step.chunk, step.microbatch) not in self.computed:
+            if any(one.kind is Kind.SEND and (stage, one.payload, one.chunk, one.microbatch) not in self.computed for one in batch):
                 return False
             queue = self.queues[stage].setdefault(self.communicator(stage, step), deque())
-            if self.blocking:
-                place = (stage, step.payload, step.chunk, step.microbatch)
-                if place not in (self.sent if step.kind is Kind.SEND else self.received):
-                    if not queue:
-                        queue.append(step)
-                        return True
+            if self.blocking and (stage, step) not in self.done:
+                if queue:
                     return False
-            else:
-                queue.append(step)
+                queue.append((batch, list(batch)))
+                return True
+            if not self.blocking:
+                queue.append((batch, list(batch)))
         self.at[stage] += 1
         return True
 
     def transfer(self, stage: int) -> bool:
-        """Let what a stage sends first on one of its communicators arrive, if the other end is at it."""
+        """Let something that a stage sends in the first batch of one of its communicators arrive, if the other end is at it."""
         for communicator, queue in self.queues[stage].items():
-            if not queue or queue[0].kind is not Kind.SEND:
-                continue
-            send = queue[0]
-            assert send.peer is not None
-            other = self.queues[send.peer].get(communicator)
-            step = 1 if send.payload is Kind.FORWARD else -1
-            if not other or other[0].kind is not Kind.RECV or other[0].peer != stage or other[0].payload is not send.payload:
-                continue
-            receive = other[0]
-            if receive.microbatch != send.microbatch or self.slot(send.peer, receive.chunk) != self.slot(stage, send.chunk) + step:
-                continue
-            queue.popleft()
-            other.popleft()
-            self.sent.add((stage, send.payload, send.chunk, send.microbatch))
-            self.received.add((send.peer, receive.payload, receive.chunk, receive.microbatch))
-            return True
+            tried = set()
+            for send in queue[0][1] if queue else ():
+                if send.kind is not Kind.SEND or send.peer in tried:
+                    continue
+                tried.add(send.peer)  # only the first to a peer
+                assert send.peer is not None
+                other = self.queues[send.peer].get(communicator)
+                receive = next((step for step in other[0][1] if step.kind is Kind.RECV and step.peer == stage), None) if other else None
+                step = 1 if send.payload is Kind.FORWARD else -1
+                if receive is None or receive.payload is not send.payload or receive.microbatch != send.microbatch:
+                    continue
+                if self.slot(send.peer, receive.chunk) != self.slot(stage, send.chunk) + step:
+                    continue
+                self._happened(stage, communicator, send)
+                self._happened(send.peer, communicator, receive)
+                return True
         return False
 
+    def _happened(self, stage: int, communicator: Hashable, step: Step) -> None:
+        queue = self.queues[stage][communicator]
+        batch, left = queue[0]
+        left.remove(step)
+        if not left:
+            queue.popleft()
+            self.done.update((stage, one) for one in batch)
+            self.received.update((stage, one.payload, one.chunk, one.microbatch) for one in batch if one.kind is Kind.RECV)
 
-def find_deadlock(plans: Sequence[Sequence[Step]], num_chunks: int = 1, *, per_pair: bool = True, blocking: bool = False) -> list[str]:
+
+def find_deadlock(
+    plans: Sequence[Sequence[Step]], num_chunks: int = 1, *, per_pair: bool = True, blocking: bool = False, batched: bool = False
+) -> list[str]:
     """Where each stage stands when nothing moves any more; empty when all plans end with nothing left to transfer.
 
     per_pair: a communicator for each two stages, as NCCL makes them for single sends; else one for all stages, as for batches.
-    blocking: a stage waits for each transfer before its next step; else only computations wait, for what they need.
+    blocking: a stage waits for each transfer (or batch) before its next step; else only computations wait, for what they need.
+    batched: transfers that are adjacent in a plan go together (and per_pair does not apply): what the runner does.
     """
-    run = _Run(plans, num_chunks, per_pair, blocking)
+    run = _Run(plans, num_chunks, per_pair and not batched, blocking, batched)
     moved = True
     while moved:
         moved = False
@@ -100,10 +116,10 @@ def find_deadlock(plans: Sequence[Sequence[Step]], num_chunks: int = 1, *, per_p
             while run.advance(stage) or run.transfer(stage):
                 moved = True
     found = []
-    for stage, plan in enumerate(plans):
-        waiting = [str(queue[0]) for queue in run.queues[stage].values() if queue]
+    for stage, plan in enumerate(run.plans):
+        waiting = [str(step) for queue in run.queues[stage].values() if queue for step in queue[0][1]]
         if run.at[stage] < len(plan) or waiting:
-            step = str(plan[run.at[stage]]) if run.at[stage] < len(plan) else "its end"
+            step = str(plan[run.at[stage]][0]) if run.at[stage] < len(plan) else "its end"
             found.append(f"stage {stage} is at {step}" + (f", transfers waiting: {', '.join(waiting)}" if waiting else ""))
     return found
 

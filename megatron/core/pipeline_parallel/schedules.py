@@ -259,9 +259,10 @@ def forward_backward_pipelining(
         cp_group=groups.cp,
     )
     shape = _activation_shape(config, decoder_seq_length or seq_length, micro_batch_size)
-    plan = pipeline_plans(config.pipeline_schedule, stages, len(chunks), num_microbatches, forward_only)[rank]
+    group_size = config.microbatch_group_size_per_vp_stage
+    plan = pipeline_plans(config.pipeline_schedule, stages, len(chunks), num_microbatches, forward_only, group_size)[rank]
     with torch.inference_mode() if forward_only else nullcontext():
-        communicator = P2PCommunicator(groups.pp, shape, config.pipeline_dtype or config.params_dtype)
+        communicator = P2PCommunicator(groups.pp, shape, config.pipeline_dtype or config.params_dtype, config.overlap_p2p_comm)
         run_plan(plan, stage, _no_sync_of(config), communicator, _grad_sync_of(config))
     if not forward_only and config.finalize_model_grads_func is not None:
         tokens = stage.num_tokens()

@@ -211,8 +211,25 @@ def _check_virtual(args: Args, per_rank: int, virtual: list[str]) -> Iterator[Pr
     yield from _check_groups(args, chunks)
 
 
+def check_pipeline_communication(args: Args) -> Iterator[Problem]:
+    if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:
+        yield problem(args, "overlap_p2p_comm_warmup_flush", "excludes --no-overlap-p2p-communication", "leave one of them out")
+    size, stages = args.microbatch_group_size_per_vp_stage, args.pipeline_model_parallel_size
+    if size is None:
+        return
+    dest = "microbatch_group_size_per_vp_stage"
+    if virtual_stages(args) is None:
+        rule = "needs virtual stages: --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
+        yield problem(args, dest, rule, "leave it out")
+    elif size < stages:
+        yield problem(args, dest, f"must be at least --pipeline-model-parallel-size {stages}", stages)
+
+
 def _check_groups(args: Args, chunks: int) -> Iterator[Problem]:
-    """The interleaved schedule takes micro batches in groups of the pipeline's size."""
+    """The interleaved schedule takes micro batches in groups of the pipeline's size, or of a size given, with no small one at the end."""
+    if args.microbatch_group_size_per_vp_stage is not None:
+        yield from _check_given_groups(args, chunks)
+        return
     micro, total, replicas = args.micro_batch_size, args.global_batch_size, args.data_parallel_size
     stages = args.pipeline_model_parallel_size
     if chunks < 2 or not micro or not total or not replicas or total % (micro * replicas):
@@ -237,6 +254,25 @@ def _check_groups(args: Args, chunks: int) -> Iterator[Problem]:
             rule = f"start and increment must be multiples of {group}: {chunks} virtual stages take {stages} micro batches at a time"
             first, step = (multiples(number, group)[-1] for number in (start, increment))
             yield problem(args, "rampup_batch_size", rule, f"--rampup-batch-size {first} {step} {samples}")
+
+
+def _check_given_groups(args: Args, chunks: int) -> Iterator[Problem]:
+    size, stages = args.microbatch_group_size_per_vp_stage, args.pipeline_model_parallel_size
+    micro, total, replicas = args.micro_batch_size, args.global_batch_size, args.data_parallel_size
+    if chunks < 2 or size < stages or not micro or not total or not replicas or total % (micro * replicas):
+        return
+    totals = [total]
+    if args.rampup_batch_size is not None and len(args.rampup_batch_size) == 3 and min(args.rampup_batch_size[:2]) > 0:
+        totals = [*range(args.rampup_batch_size[0], total, args.rampup_batch_size[1]), total]
+    for samples in totals:
+        batches = samples // (micro * replicas)
+        if 0 < batches % size < stages:
+            rule = (
+                f"leaves a last group of {batches % size} of the {batches} micro batches of {samples} samples (--micro-batch-size {micro}, "
+                f"data-parallel size {replicas}); {stages} pipeline ranks with virtual stages need at least {stages} in it"
+            )
+            yield problem(args, "microbatch_group_size_per_vp_stage", rule, "leave it out" if batches % stages == 0 else batches)
+            return
 
 
 def check_instances(args: Args) -> Iterator[Problem]:
@@ -276,4 +312,13 @@ def check_rank_order(args: Args) -> Iterator[Problem]:
         yield problem(args, "use_tp_pp_dp_mapping", rule, "leave it out")
 
 
-RULES = (check_processes, check_tensor, check_context, check_masks, check_pipeline, check_instances, check_rank_order)
+RULES = (
+    check_processes,
+    check_tensor,
+    check_context,
+    check_masks,
+    check_pipeline,
+    check_pipeline_communication,
+    check_instances,
+    check_rank_order,
+)

@@ -178,6 +178,19 @@ class ParallelismFlags:
     )
     account_for_embedding_in_pipeline_split: bool = flag(False, "The embedding counts as a layer in the split.")
     account_for_loss_in_pipeline_split: bool = flag(False, "The loss counts as a layer in the split.")
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None,
+        "Micro batches that pass a virtual stage before the next one's turn. Default: the pipeline size.",
+        names=("--microbatch-group-size-per-virtual-pipeline-stage",),
+        minimum=1,
+    )
+    overlap_p2p_comm: bool = flag(True, "Pipeline stages compute while they send and receive.", names=("--no-overlap-p2p-communication",))
+    overlap_p2p_comm_warmup_flush: bool = flag(
+        False,
+        "Overlap communication of pipeline stages in warm-up and flush too.",
+        names=("--overlap-p2p-communication-warmup-flush",),
+        no_effect="they are overlapped as the rest of a step is",
+    )
     pipeline_schedule: str = flag(
         "1f1b",
         "Order of a pipeline's micro batches; 1f1b is interleaved with virtual stages, zero-bubble puts off gradients of weights.",

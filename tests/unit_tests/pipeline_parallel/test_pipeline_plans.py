@@ -1,6 +1,7 @@
 """Pipeline plans for all (stages, chunks, micro batches) up to 8: complete, in order, free of deadlock, no more memory than they should."""
 
 import itertools
+from unittest import mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel.schedule_plan import (
     check_plan,
     compute_orders,
     idle_time,
+    in_batches,
     peak_activations,
     pipeline_plans,
     start_times,
@@ -38,9 +40,10 @@ def test_every_stage_does_everything_once_in_order(schedule, stages, chunks, bat
     for forward_only in (False, True):
         plans = pipeline_plans(schedule, stages, chunks, batches, forward_only)
         assert len(plans) == stages
+        moved = [moves(plan) for plan in plans]
         for stage, plan in enumerate(plans):
             assert check_plan(plan, batches, chunks, forward_only) == []
-            assert len(moves(plan)) == sum(step.payload is not None for step in plan)
+            assert len(moved[stage]) == sum(step.payload is not None for step in plan)
             for step in plan:
                 if step.payload is None:
                     continue
@@ -49,7 +52,7 @@ def test_every_stage_does_everything_once_in_order(schedule, stages, chunks, bat
                 slot = step.chunk * stages + stage + (1 if forward else -1)
                 other = Kind.RECV if step.kind is Kind.SEND else Kind.SEND
                 assert step.peer is not None and step.peer == slot % stages
-                assert (other, step.payload, slot // stages, step.microbatch, stage) in moves(plans[step.peer])
+                assert (other, step.payload, slot // stages, step.microbatch, stage) in moved[step.peer]
         count = (stages * chunks - 1) * batches * (1 if forward_only else 2)
         assert sum(step.kind is Kind.SEND for plan in plans for step in plan) == count
 
@@ -59,6 +62,71 @@ def test_no_plan_deadlocks(schedule, stages, chunks, batches):
     for forward_only, per_pair, blocking in itertools.product((False, True), repeat=3):
         plans = pipeline_plans(schedule, stages, chunks, batches, forward_only)
         assert find_deadlock(plans, chunks, per_pair=per_pair, blocking=blocking) == []
+
+
+@pytest.mark.parametrize("schedule, stages, chunks, batches", CASES)
+def test_no_batches_deadlock(schedule, stages, chunks, batches):
+    for forward_only, blocking in itertools.product((False, True), repeat=2):
+        plans = pipeline_plans(schedule, stages, chunks, batches, forward_only)
+        assert find_deadlock(plans, chunks, blocking=blocking, batched=True) == []
+    for plan in plans:
+        groups = in_batches(plan)
+        assert [step for group in groups for step in group] == list(plan)
+        kinds = [group[0].payload is not None for group in groups]
+        assert not any(one and other for one, other in itertools.pairwise(kinds)), "two batches with nothing between them"
+        assert all(len(group) == 1 for group, moving in zip(groups, kinds) if not moving)
+
+
+# (stages, chunks, micro batches, size of a group)
+GROUPS = [
+    (stages, chunks, batches, size)
+    for stages in (2, 3, 4)
+    for chunks in (2, 3)
+    for batches in SIZES
+    for size in range(stages, 7)
+    if batches % size == 0 or batches % size >= stages
+]
+
+
+@pytest.mark.parametrize("stages, chunks, batches, size", GROUPS)
+def test_larger_groups(stages, chunks, batches, size):
+    for forward_only in (False, True):
+        plans = pipeline_plans("1f1b", stages, chunks, batches, forward_only, size)
+        assert all(check_plan(plan, batches, chunks, forward_only) == [] for plan in plans)
+        assert find_deadlock(plans, chunks, batched=True) == find_deadlock(plans, chunks, blocking=True, batched=True) == []
+        if size == stages:
+            assert plans == pipeline_plans("1f1b", stages, chunks, batches, forward_only)
+        for stage, plan in enumerate(plans):
+            first = [(step.chunk, step.microbatch) for step in plan if step.kind is Kind.FORWARD]
+            length = min(size, batches)
+            assert first[: 2 * length] == [(chunk, number) for chunk in (0, 1) for number in range(length)]
+            if not forward_only:
+                bound = (chunks - 1) * length + 2 * (stages - stage - 1) + 1
+                assert peak_activations(plan) == min(bound, batches * chunks)
+
+
+def test_a_batch_is_a_rendezvous():
+    """Two stages whose sends would wait for each other: one by one they hang, as a batch each they meet. In another order they do not."""
+
+    def stage(number):
+        send = Step(Kind.SEND, number, payload=Kind.FORWARD if number == 0 else Kind.BACKWARD, peer=1 - number)
+        receive = Step(Kind.RECV, 1 - number, payload=Kind.BACKWARD if number == 0 else Kind.FORWARD, peer=1 - number)
+        compute = Step(Kind.FORWARD if number == 0 else Kind.BACKWARD, number)
+        return [compute, send, receive]
+
+    plans = [stage(0), stage(1)]
+    with mock.patch("megatron.core.pipeline_parallel.schedule_simulator.needs", lambda *arguments: []):
+        assert len(find_deadlock(plans)) == 2
+        assert find_deadlock(plans, batched=True) == find_deadlock(plans, blocking=True, batched=True) == []
+        # with a computation in between each stage has two batches, and both wait with their first
+        apart = [[*plan[:2], Step(Kind.FORWARD, 7), plan[2]] for plan in plans]
+        assert len(find_deadlock(apart, batched=True)) == 2
+    # two transfers between the same stages meet in their order, whatever they are
+    first, second = (Step(Kind.SEND, number, payload=Kind.FORWARD, peer=1) for number in (0, 1))
+    swapped = [Step(Kind.RECV, number, payload=Kind.FORWARD, peer=0) for number in (1, 0)]
+    both = [[Step(Kind.FORWARD, 0), Step(Kind.FORWARD, 1), first, second], swapped]
+    assert "stage 0 is at its end, transfers waiting: S(F0>1), S(F1>1)" in find_deadlock(both, batched=True)
+    assert find_deadlock([both[0], swapped[::-1]], batched=True) == []
 
 
 @pytest.mark.parametrize("schedule, stages, chunks, batches", CASES)
@@ -121,6 +189,8 @@ def test_orders_that_wait_for_each_other_are_refused():
         (("zero-bubble", 2, 2, 2), "zero-bubble schedule has one chunk a stage, not 2"),
         (("1f1b", 1, 2, 2), "2 chunks need at least 2 pipeline stages"),
         (("gpipe", 2, 1, 2), "'gpipe' must be one of 1f1b, zero-bubble"),
+        (("1f1b", 4, 2, 8, False, 3), "groups of 3 micro batches must be at least as large as the pipeline has stages; make it 4"),
+        (("1f1b", 2, 2, 7, False, 3), "groups of 3 leave a last one of 1, which must have at least 2"),
         (("1f1b", 2, 1, 0), "at least 1 micro batch, not 0"),
     ],
 )

@@ -213,6 +213,8 @@ BAD_LAYOUT = [
     ("--expert-model-parallel-size 2 --global-batch-size 6", 3, ["3 processes", "expert 2"]),
     ("--context-parallel-size 2 --seq-length 31", 2, ["--seq-length 31", "2 x --context-parallel-size 2 = 4", "--seq-length 32"]),
     ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size above 1"]),
+    ("--microbatch-group-size-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2", 2, ["needs virtual stages"]),
+    ("--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication", 1, ["excludes --no-overlap-p2p-communication"]),
     ("--tp-comm-overlap --tensor-model-parallel-size 2", 2, ["--tp-comm-overlap: needs --sequence-parallel"]),
     ("--tp-comm-overlap-rs-dgrad --tensor-model-parallel-size 2 --sequence-parallel", 2, ["part of --tp-comm-overlap, which is off"]),
     ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0", "at least 1"]),
