@@ -86,12 +86,12 @@ def get_batch_on_this_cp_rank(
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, Any]:
     """This rank's tokens of a batch; `cp_group` None: parallel_state's. See context_parallel/sequence_split.py."""
-    from megatron.core.context_parallel.sequence_split import get_batch_on_this_cp_rank
+    from megatron.core.context_parallel.sequence_split import split_batch
     from megatron.core.process_groups_config import default_pg_collection
 
     if is_hybrid_cp or hybrid_cp_group_func is not None or use_per_sequence_balancing:
         raise ValueError("get_batch_on_this_cp_rank: groups of varying size and balancing by sequence are not built yet; leave them out")
-    return get_batch_on_this_cp_rank(batch, default_pg_collection(None).cp if cp_group is None else cp_group)
+    return split_batch(batch, default_pg_collection(None).cp if cp_group is None else cp_group)
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.core import optional_imports
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.training import flag_aliases
 from megatron.training.argument_utils import (
@@ -218,9 +217,8 @@ def _choose_backend(args: argparse.Namespace) -> None:
     if not hasattr(args, "requested_transformer_impl"):
         args.requested_transformer_impl = args.transformer_impl
     if args.transformer_impl == "transformer_engine":
-        installed = optional_imports.available("transformer_engine")
-        reason = "the backend for Transformer Engine is not built yet" if installed else "Transformer Engine is not installed"
         args.transformer_impl = "local"
+        reason = "the Transformer Engine backend is not built yet"
         args.notes.append(f"WARNING: {reason}: --transformer-impl local is used instead of transformer_engine")
 
 

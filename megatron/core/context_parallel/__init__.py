@@ -9,7 +9,7 @@ The modules:
     partial_attention   results over several blocks made one
     communication       what is sent: the ring, the gathering of tokens, the exchange of heads for tokens
     ring, gathered, all_to_all   the kinds: what is computed with what was sent
-    dispatch            from a layer's setting to its kind
+    attention           from a layer's setting to its kind
 """
 
 import importlib
@@ -19,7 +19,7 @@ _EXPORTS = {
     "positions_of_rank": "sequence_split",
     "split_for_context_parallel": "sequence_split",
     "join_from_context_parallel": "sequence_split",
-    "get_batch_on_this_cp_rank": "sequence_split",
+    "split_batch": "sequence_split",
 }
 
 

@@ -11,30 +11,31 @@ The kinds:
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from megatron.core.broken_rule import BrokenRule
+
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
-# What a layer may ask for -> the kinds that give the result of one rank. A kind that is not in the row refuses it by name.
+# What a layer may ask for -> the kinds that give the result of one rank. A kind that is not in the row refuses it by name, so that a new
+# kind can do nothing until it is written, and tested, in each row.
 SUPPORTED: dict[str, tuple[str, ...]] = {
-    "a causal mask": COMM_TYPES,
-    "no mask": COMM_TYPES,
-    "a sliding window": COMM_TYPES,
-    "packed sequences": COMM_TYPES,
-    "an attention mask": COMM_TYPES,
+    "a causal mask": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "no mask": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "a sliding window": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "packed sequences": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "an attention mask": ("p2p", "all_gather", "a2a", "a2a+p2p"),
     "attention dropout": (),  # the masks that one rank draws are no function of which rank holds the token
-    "an attention bias": (),
 }
-# What no kernel of --attention-backend flash knows: masks that are tensors.
-MASK_TENSORS = ("a sliding window", "an attention mask")
-
-Problem = tuple[str, object, str, object]  # the field, its value, the rule it breaks, a value that works
 
 
-def unsupported(comm_type: str, feature: str) -> str | None:
-    """Why a layer of kind `comm_type` cannot have the feature (a row of SUPPORTED); None where it can."""
-    if comm_type in SUPPORTED[feature]:
+def unsupported(feature: str, *comm_types: str) -> str | None:
+    """Why layers of these kinds cannot have the feature (a row of SUPPORTED); None where all can."""
+    without = [kind for kind in dict.fromkeys(comm_types) if kind not in SUPPORTED[feature]]
+    if not without:
         return None
     others = ", ".join(SUPPORTED[feature])
-    return f"cp_comm_type {comm_type} does not go with {feature}" + (f"; {others} does" if others else ": context_parallel_size 1 does")
+    verb = "does not go" if len(without) == 1 else "do not go"
+    works = f"; {others} {'do' if len(SUPPORTED[feature]) > 1 else 'does'}" if others else ": context_parallel_size 1 does"
+    return f"cp_comm_type {', '.join(without)} {verb} with {feature}{works}"
 
 
 def comm_types_of(setting: str | Sequence[str] | None, num_layers: int) -> list[str]:
@@ -49,33 +50,6 @@ def comm_type_of_layer(setting: str | Sequence[str] | None, layer_number: int) -
     return kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]
 
 
-def is_window_layer(window_size: Sequence[int] | None, skip_freq: int | Sequence[int] | None, layer_number: int) -> bool:
-    """Whether the layer, counted from 1, looks through the window.
-
-    skip_freq N: every Nth layer sees everything; a list: 1 for a layer with the window, 0 for one without.
-    """
-    if window_size is None:
-        return False
-    if skip_freq is None:
-        return True
-    return layer_number % skip_freq != 0 if isinstance(skip_freq, int) else bool(skip_freq[layer_number - 1])
-
-
-def window_problems(window_size: Sequence[int] | None, skip_freq: int | Sequence[int] | None, num_layers: int | None) -> Iterator[Problem]:
-    """What is wrong with a sliding window."""
-    if window_size is None:
-        if skip_freq is not None:
-            yield "window_attn_skip_freq", skip_freq, "needs a window_size", None
-        return
-    if len(window_size) != 2 or any(side < -1 for side in window_size):
-        yield "window_size", window_size, "is two numbers, keys before and keys after a query, each at least -1 (all)", (128, 0)
-    if isinstance(skip_freq, int):
-        if skip_freq < 1:
-            yield "window_attn_skip_freq", skip_freq, "must be at least 1", 4
-    elif skip_freq is not None and ((num_layers and len(skip_freq) != num_layers) or any(n not in (0, 1) for n in skip_freq)):
-        yield "window_attn_skip_freq", skip_freq, f"as a list has one 0 or 1 for each of the {num_layers} layers", 4
-
-
 def context_parallel_problems(
     cp_size: int,
     setting: str | Sequence[str] | None,
@@ -85,22 +59,32 @@ def context_parallel_problems(
     groups: int | None,
     tp_size: int,
     attention_dropout: float,
-) -> Iterator[Problem]:
-    """What is wrong with these settings, `groups` being the whole model's key and value heads."""
+    window: bool,
+    attention_mask: bool = False,
+) -> Iterator[BrokenRule]:
+    """What is wrong with these settings, `groups` being the whole model's key and value heads.
+
+    window, attention_mask: whether the run has them. Packed sequences come with a batch; the layer judges them.
+    """
     kinds = comm_types_of(setting, 1)
     unknown = [kind for kind in kinds if kind not in COMM_TYPES]
     if unknown:
-        yield "cp_comm_type", setting, f"knows no {unknown[0]!r}: the kinds are {', '.join(COMM_TYPES)}", "p2p"
+        yield BrokenRule("cp_comm_type", f"knows no {unknown[0]!r}: the kinds are {', '.join(COMM_TYPES)}", "p2p")
         return
     if num_layers and len(kinds) not in (1, num_layers):
-        yield "cp_comm_type", setting, f"gives {len(kinds)} kinds: one for all layers, or one for each of the {num_layers}", "p2p"
+        yield BrokenRule("cp_comm_type", f"gives {len(kinds)} kinds: one for all layers, or one for each of the {num_layers}", "p2p")
     hierarchical = "a2a+p2p" in kinds
     if hierarchical_sizes is not None and not (hierarchical and cp_size > 1):
-        yield "hierarchical_context_parallel_sizes", hierarchical_sizes, "is for cp_comm_type a2a+p2p with a context size above 1", None
+        yield BrokenRule("hierarchical_context_parallel_sizes", "is for cp_comm_type a2a+p2p with a context size above 1")
     if cp_size <= 1:
         return
-    if attention_dropout and (reason := unsupported(kinds[0], "attention dropout")):
-        yield "attention_dropout", attention_dropout, reason, 0.0
+    if attention_dropout and (reason := unsupported("attention dropout", *kinds)):
+        yield BrokenRule("attention_dropout", reason, 0.0)
+    if window and (reason := unsupported("a sliding window", *kinds)):
+        yield BrokenRule("window_size", reason)
+    if attention_mask and (reason := unsupported("an attention mask", *kinds)):
+        able = SUPPORTED["an attention mask"]
+        yield BrokenRule("cp_comm_type", reason, able[0]) if able else BrokenRule("context_parallel_size", reason, 1)
     exchanged = {}
     if "a2a" in kinds:
         exchanged["a2a"] = cp_size
@@ -109,18 +93,10 @@ def context_parallel_problems(
         if len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp_size:
             inner = next(n for n in range(2, cp_size + 1) if cp_size % n == 0)
             rule = f"cp_comm_type a2a+p2p needs two sizes (ranks that exchange heads, ranks of the ring) whose product is {cp_size}"
-            yield "hierarchical_context_parallel_sizes", hierarchical_sizes, rule, [inner, cp_size // inner]
+            yield BrokenRule("hierarchical_context_parallel_sizes", rule, [inner, cp_size // inner])
         else:
             exchanged["a2a+p2p"] = sizes[0]
     for kind, ranks in exchanged.items():
         if groups and tp_size > 0 and groups % tp_size == 0 and (groups // tp_size) % ranks:
             rule = f"{kind} exchanges heads between {ranks} ranks, which do not divide the {groups // tp_size} query groups of a rank"
-            yield "cp_comm_type", setting, rule, "p2p"
-
-
-def backend_problem(backend: str, *, window: bool, attention_mask: bool) -> str | None:
-    """Why an attention backend cannot do what is asked of it on a GPU; None when it can."""
-    asked = [feature for feature, wanted in zip(MASK_TENSORS, (window, attention_mask)) if wanted]
-    if backend == "flash" and asked:
-        return f"flash's kernels cannot honour {asked[0]}, which is a tensor"
-    return None
+            yield BrokenRule("cp_comm_type", rule, "p2p")

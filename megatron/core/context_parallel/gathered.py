@@ -9,8 +9,14 @@ from typing import Any
 import torch
 
 from megatron.core.context_parallel.communication import gather_ranks, scatter_sums
-from megatron.core.context_parallel.partial_attention import Geometry, PartialAttention, PartialGradient
-from megatron.core.context_parallel.ring import by_head, by_token, dense_last_dim
+from megatron.core.context_parallel.partial_attention import (
+    Geometry,
+    PartialAttention,
+    PartialGradient,
+    by_head,
+    by_token,
+    dense_last_dim,
+)
 from megatron.core.context_parallel.sequence_split import sequence_order
 from megatron.core.utils import Group, get_pg_size
 

@@ -11,6 +11,21 @@ from megatron.core.packed_seq_params import Document
 Span = tuple[int, int]
 
 
+def by_head(tensor: torch.Tensor) -> torch.Tensor:
+    """[s, b, heads, d] -> [b, heads, s, d], a view."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def by_token(tensor: torch.Tensor) -> torch.Tensor:
+    """[b, heads, s, d] -> [s, b, heads, d], a view."""
+    return tensor.permute(2, 0, 1, 3)
+
+
+def dense_last_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """Kernels want d last without gaps (an expanded gradient has none)."""
+    return tensor if tensor.stride(-1) == 1 and tensor.stride(0) else tensor.contiguous()
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Which queries this rank has, and which keys they see.

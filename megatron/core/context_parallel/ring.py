@@ -10,18 +10,15 @@ from typing import Any
 import torch
 
 from megatron.core.context_parallel.communication import Ring, Transfer
-from megatron.core.context_parallel.partial_attention import Geometry, PartialAttention, PartialGradient
+from megatron.core.context_parallel.partial_attention import (
+    Geometry,
+    PartialAttention,
+    PartialGradient,
+    by_head,
+    by_token,
+    dense_last_dim,
+)
 from megatron.core.utils import Group
-
-
-def by_head(tensor: torch.Tensor) -> torch.Tensor:
-    """[s, b, heads, d] -> [b, heads, s, d], a view."""
-    return tensor.permute(1, 2, 0, 3)
-
-
-def by_token(tensor: torch.Tensor) -> torch.Tensor:
-    """[b, heads, s, d] -> [s, b, heads, d], a view."""
-    return tensor.permute(2, 0, 1, 3)
 
 
 def _together(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -83,11 +80,6 @@ class _RingAttention(torch.autograd.Function):
 
 def _added(part: torch.Tensor, going: Transfer) -> torch.Tensor:
     return part.add_(going.wait())
-
-
-def dense_last_dim(tensor: torch.Tensor) -> torch.Tensor:
-    """Kernels want d last without gaps (an expanded gradient has none)."""
-    return tensor if tensor.stride(-1) == 1 and tensor.stride(0) else tensor.contiguous()
 
 
 def ring_attention(

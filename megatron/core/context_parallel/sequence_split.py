@@ -58,7 +58,7 @@ def join_from_context_parallel(parts: Sequence[torch.Tensor], dim: int) -> torch
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=dim)
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group) -> dict[str, Any]:
+def split_batch(batch: dict[str, Any], cp_group: Group) -> dict[str, Any]:
     """`batch` with this rank's part of each tensor: dimension 1 is the sequence ([b, s]); of an attention mask [b, 1, s, s] dimension 2.
 
     A mask keeps all its keys, for queries of this rank see keys of all. What is no tensor is passed on.

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers under Megatron's names. They import everywhere and say what is missing when built.
+"""Transformer Engine's layers under Megatron's names. They import everywhere and are refused by name when made.
 
 The backend itself is not built yet: the local backend (`--transformer-impl local`) runs every model.
 """
@@ -47,8 +47,6 @@ class TEGroupedLinear(_NotYet):
 
 def transformer_engine_problem(what: str) -> str:
     """Why `what` cannot be built."""
-    if not HAVE_TE:
-        return f"{what} needs the package transformer_engine, which is not installed; use the local backend (--transformer-impl local)"
     return f"{what}: the Transformer Engine backend is not built yet; use the local backend (--transformer-impl local)"
 
 

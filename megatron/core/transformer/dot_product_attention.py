@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
+from megatron.core.context_parallel.attention import ContextParallelAttention
 from megatron.core.context_parallel.block_plan import Mask, make_mask
-from megatron.core.context_parallel.combinations import backend_problem, comm_type_of_layer, is_window_layer, unsupported
-from megatron.core.context_parallel.dispatch import ContextParallelAttention
+from megatron.core.context_parallel.combinations import comm_type_of_layer, unsupported
 from megatron.core.context_parallel.partial_attention import Geometry
 from megatron.core.fusions.fused_softmax import causal_mask, scaled_masked_softmax
 from megatron.core.packed_seq_params import Document, PackedSeqParams, packed_documents
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.attention_masks import backend_problem, is_window_layer
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,9 +103,10 @@ class DotProductAttention(MegatronModule):
                 raise ValueError(f"attention_backend {self.backend.name}: {reason}; use auto")
         elif self.backend is AttnBackend.fused:
             raise ValueError("attention_backend fused (cuDNN) needs an NVIDIA GPU; use auto, flash or unfused on a CPU")
-        self.context_parallel = self._shared(cp_comm_type or comm_type_of_layer(config.cp_comm_type, layer_number), pg_collection)
+        comm_type = cp_comm_type or comm_type_of_layer(config.cp_comm_type, layer_number)
+        self.context_parallel = self._build_context_parallel(comm_type, pg_collection)
 
-    def _shared(self, comm_type: str, pg_collection: ProcessGroupCollection | None) -> ContextParallelAttention | None:
+    def _build_context_parallel(self, comm_type: str, pg_collection: ProcessGroupCollection | None) -> ContextParallelAttention | None:
         """Attention over sequences that several ranks share; None where each rank has whole ones."""
         groups = default_pg_collection(pg_collection)
         size, told = get_pg_size(groups.cp), self.config.context_parallel_size
@@ -112,9 +114,12 @@ class DotProductAttention(MegatronModule):
             raise ValueError(f"the context-parallel group has {size} ranks but config.context_parallel_size is {told}")
         if size == 1:
             return None
-        if self.dropout and (reason := unsupported(comm_type, "attention dropout")):
+        attention = ContextParallelAttention(comm_type, groups, self.softmax_scale, self.backend)
+        if self.dropout and (reason := unsupported("attention dropout", comm_type)):
             raise ValueError(f"attention_dropout {self.dropout}: {reason}; or use attention_dropout 0")
-        return ContextParallelAttention(comm_type, groups, self.softmax_scale, self.backend)
+        if self.window is not None and (reason := unsupported("a sliding window", comm_type)):
+            raise ValueError(f"window_size {self.window}: {reason}; or leave window_size out")
+        return attention
 
     def forward(
         self,

@@ -6,6 +6,8 @@ recompute_num_layers layers of a stage, one by one, and keeps everything of the 
 
 from collections.abc import Iterator, Sequence
 
+from megatron.core.broken_rule import BrokenRule
+
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
 # Parts of a layer: `core_attn` scores, softmax and context; `mlp` the feed-forward half; `layernorm` the outputs of both norms;
@@ -17,27 +19,27 @@ NOT_BUILT_MODULES = ("mla_up_proj",)
 
 def recompute_problems(
     granularity: str | None, method: str | None, num_layers: int | None, modules: Sequence[str] | None, total_layers: int | None
-) -> Iterator[tuple[str, str, str]]:
-    """(setting without `recompute_`, the rule that it breaks, a value that works) for each thing that is wrong."""
+) -> Iterator[BrokenRule]:
+    """What is wrong with the four recompute_* settings."""
     if granularity not in (None, *GRANULARITIES):
-        yield "granularity", f"must be {' or '.join(GRANULARITIES)}", "selective"
+        yield BrokenRule("recompute_granularity", f"must be {' or '.join(GRANULARITIES)}", "selective")
     if method not in (None, *METHODS):
-        yield "method", f"must be {' or '.join(METHODS)}", "uniform"
+        yield BrokenRule("recompute_method", f"must be {' or '.join(METHODS)}", "uniform")
     if granularity == "full":
         if method is None:
-            yield "method", "is required for full recompute", "uniform"
+            yield BrokenRule("recompute_method", "is required for full recompute", "uniform")
         if num_layers is None:
-            yield "num_layers", "is required for full recompute", "1"
+            yield BrokenRule("recompute_num_layers", "is required for full recompute", 1)
     else:
-        for name, value in (("method", method), ("num_layers", num_layers)):
+        for name, value in (("recompute_method", method), ("recompute_num_layers", num_layers)):
             if value is not None:
-                yield name, "is for full recompute only", ""
+                yield BrokenRule(name, "is for full recompute only: it needs recompute_granularity full")
     if num_layers is not None and total_layers and not 1 <= num_layers <= total_layers:
-        yield "num_layers", f"must be between 1 and the model's {total_layers} layers", "1"
+        yield BrokenRule("recompute_num_layers", f"must be between 1 and the model's {total_layers} layers", 1)
     if modules is not None and granularity != "selective":
-        yield "modules", "are for selective recompute only", ""
+        yield BrokenRule("recompute_modules", "are for selective recompute only: they need recompute_granularity selective")
     for module in modules or ():
         if module in NOT_BUILT_MODULES:
-            yield "modules", f"{module} is not built yet; there are {', '.join(BUILT_MODULES)}", "core_attn"
+            yield BrokenRule("recompute_modules", f"{module} is not built yet; there are {', '.join(BUILT_MODULES)}", "core_attn")
         elif module not in BUILT_MODULES:
-            yield "modules", f"{module} is no part of a layer; there are {', '.join(BUILT_MODULES)}", "core_attn"
+            yield BrokenRule("recompute_modules", f"{module} is no part of a layer; there are {', '.join(BUILT_MODULES)}", "core_attn")

@@ -1,14 +1,16 @@
 """The shape and arithmetic of a transformer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 
-from megatron.core.context_parallel.combinations import context_parallel_problems, window_problems
+from megatron.core.broken_rule import BrokenRule, config_sentence
+from megatron.core.context_parallel.combinations import context_parallel_problems
 from megatron.core.fusions.fused_layer_norm import NORMALIZATIONS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
+from megatron.core.transformer.attention_masks import window_problems
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.settings import moe_layer_pattern, moe_problems
@@ -249,10 +251,7 @@ class TransformerConfig(ModelParallelConfig):
     def problems(self) -> list[str]:
         found = super().problems() + unbuilt_problems(self, UNBUILT)
         recompute = (self.recompute_granularity, self.recompute_method, self.recompute_num_layers, self.recompute_modules)
-        found += [
-            f"recompute_{name} {getattr(self, f'recompute_{name}')!r}: {rule}" + (f"; {works!r} works" if works else "; leave it out")
-            for name, rule, works in recompute_problems(*recompute, self.num_layers)
-        ]
+        found += [config_sentence(self, broken) for broken in recompute_problems(*recompute, self.num_layers)]
         sizes = ("num_layers", "hidden_size", "num_attention_heads")
         small = [f"{name} {getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
         if small:
@@ -270,10 +269,7 @@ class TransformerConfig(ModelParallelConfig):
             found.append(f"num_query_groups {groups} is not divisible by tensor_model_parallel_size {tp}; each rank needs whole groups")
         if self.ffn_hidden_size and self.ffn_hidden_size % tp:
             found.append(f"ffn_hidden_size {self.ffn_hidden_size} is not divisible by tensor_model_parallel_size {tp}")
-        found += [
-            f"{name} {getattr(self, name)!r}: {rule}" + (f"; {works!r} works" if works != "" else "; leave it out")
-            for name, rule, works in moe_problems(self, self.num_moe_experts)
-        ]
+        found += [config_sentence(self, broken) for broken in self._broken_rules()]
         found += [
             f"{name} {getattr(self, name)} must be in [0, 1)"
             for name in ("hidden_dropout", "attention_dropout")
@@ -281,22 +277,6 @@ class TransformerConfig(ModelParallelConfig):
         ]
         if self.normalization not in NORMALIZATIONS:
             found.append(f"normalization {self.normalization!r} must be {' or '.join(map(repr, NORMALIZATIONS))}")
-        found += [
-            f"{name} {value!r}: {rule}" + (f"; {works!r} works" if works is not None else "; leave it out")
-            for name, value, rule, works in context_parallel_problems(
-                self.context_parallel_size,
-                self.cp_comm_type,
-                self.hierarchical_context_parallel_sizes,
-                num_layers=self.num_layers,
-                groups=groups,
-                tp_size=tp,
-                attention_dropout=self.attention_dropout,
-            )
-        ]
-        found += [
-            f"{name} {value!r}: {rule}; {works!r} works"
-            for name, value, rule, works in window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
-        ]
         if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
             found.append("softmax_scale must not be 0")
         return found
@@ -309,6 +289,21 @@ class TransformerConfig(ModelParallelConfig):
         found = [f"{name} excludes pipeline_model_parallel_layout, which says it; leave it out" for name in others if getattr(self, name)]
         chunks = self.virtual_pipeline_model_parallel_size or 1
         return found + layout_problems(self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size, chunks, self.num_layers)
+
+    def _broken_rules(self) -> Iterator[BrokenRule]:
+        """Of those that the command line asks too; the sizes are at least 1."""
+        yield from moe_problems(self, self.num_moe_experts)
+        yield from context_parallel_problems(
+            self.context_parallel_size,
+            self.cp_comm_type,
+            self.hierarchical_context_parallel_sizes,
+            num_layers=self.num_layers,
+            groups=self.num_query_groups,
+            tp_size=self.tensor_model_parallel_size,
+            attention_dropout=self.attention_dropout,
+            window=self.window_size is not None,
+        )
+        yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
 
 UNBUILT = unbuilt_fields(TransformerConfig, _USED + ANY_VALUE)

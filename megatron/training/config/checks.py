@@ -6,15 +6,18 @@ filled in by `arguments.derive`. File and package rules are in `checks_files`, t
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.broken_rule import BrokenRule
 from megatron.core.num_microbatches_calculator import parse_step_batch_size_schedule
 from megatron.core.transformer.recompute import recompute_problems
 from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
 from megatron.training.config.moe import MoEFlags
 
 Args = argparse.Namespace
+FLAG_OF = {"num_moe_experts": "num_experts"}  # config fields whose flag has another name
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
 EXAMPLES = {"num_layers": "12", "hidden_size": "768", "num_attention_heads": "12", "seq_length": "1024", "max_position_embeddings": "1024"}
 
@@ -45,6 +48,22 @@ def problem(args: Args, dest: str, rule: str, works: object = "") -> Problem:
     return Problem(name, None if value is None else "" if bare else text_of(value), rule, example)
 
 
+def broken_rule(args: Args, broken: BrokenRule) -> Problem:
+    """One of core's rules in the words of the line."""
+    works = "leave it out" if broken.works == "" else in_flags(text_of(broken.works))
+    return problem(args, FLAG_OF.get(broken.setting, broken.setting), in_flags(broken.rule), works)
+
+
+def in_flags(text: str) -> str:
+    """`text` with the names of settings as flags."""
+    return re.sub(r"[a-z]+(_[a-z]+)+", lambda word: _flag(word.group()), text)
+
+
+def _flag(word: str) -> str:
+    dest = FLAG_OF.get(word, word)
+    return name_of(dest) if dest in all_fields() else word
+
+
 def check_ranges(args: Args) -> Iterator[Problem]:
     for dest, field in all_fields().items():
         meta = field.metadata
@@ -65,13 +84,18 @@ def check_ranges(args: Args) -> Iterator[Problem]:
                 yield problem(args, dest, f"{words} {number}{unit}", works)
 
 
+def unbuilt_values(args: Args, dest: str) -> list[str]:
+    """Values of the flag that Megatron-LM knows and this version does not build."""
+    built, value = all_fields()[dest].metadata["built"], getattr(args, dest)
+    values = value if isinstance(value, list) else [value]
+    return [] if built is None or value is None else [each for each in values if each not in built]
+
+
 def check_built(args: Args) -> Iterator[Problem]:
     for dest, field in all_fields().items():
-        built = field.metadata["built"]
-        value = getattr(args, dest)
-        values = value if isinstance(value, list) else [value]
-        if built is not None and value is not None and not set(values) <= set(built):
-            yield problem(args, dest, f"this version does not support it yet; there are {', '.join(built)}", built[0])
+        if missing := unbuilt_values(args, dest):
+            built = field.metadata["built"]
+            yield problem(args, dest, f"{', '.join(missing)} is not built yet; there are {', '.join(built)}", built[0])
 
 
 def check_required(args: Args) -> Iterator[Problem]:
@@ -123,9 +147,8 @@ def check_recompute(args: Args) -> Iterator[Problem]:
     if args.recompute_activations and granularity != "selective":
         yield problem(args, "recompute_granularity", "--recompute-activations asks for selective", "selective")
     total = args.num_layers if (layers or 1) > 0 else None  # what is below 1 is a matter of ranges
-    for name, rule, works in recompute_problems(granularity, method, layers, args.recompute_modules, total):
-        needed = f"--recompute-granularity {'selective' if name == 'modules' else 'full'}"
-        yield problem(args, f"recompute_{name}", rule, works or needed)
+    for broken in recompute_problems(granularity, method, layers, args.recompute_modules, total):
+        yield broken_rule(args, broken)
 
 
 def check_batch(args: Args) -> Iterator[Problem]:

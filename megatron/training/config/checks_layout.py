@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from math import lcm
 
-from megatron.core.context_parallel.combinations import backend_problem, context_parallel_problems, window_problems
+from megatron.core.context_parallel.combinations import context_parallel_problems
+from megatron.core.transformer.attention_masks import backend_problem, window_problems
 from megatron.core.transformer.pipeline_parallel_layer_layout import layout_problems, pipeline_layout
 from megatron.training.argument_utils import Problem
-from megatron.training.config.checks import Args, batch_size_steps, multiples, name_of, nearest_divisor, problem, text_of
+from megatron.training.config.checks import Args, batch_size_steps, broken_rule, multiples, name_of, nearest_divisor, problem
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
@@ -104,15 +105,17 @@ def check_context(args: Args) -> Iterator[Problem]:
         groups=groups,
         tp_size=tensor,
         attention_dropout=args.attention_dropout,
+        window=args.window_size is not None,
+        attention_mask=bool(args.reset_attention_mask),
     )
-    for dest, _, rule, works in found:
-        yield problem(args, dest, rule, "leave it out" if works is None else text_of(works))
+    for broken in found:
+        yield broken_rule(args, broken)
 
 
 def check_masks(args: Args) -> Iterator[Problem]:
     """Every mask that is asked for is honoured by the attention that is asked for."""
-    for dest, _, rule, works in window_problems(args.window_size, args.window_attn_skip_freq, args.num_layers):
-        yield problem(args, dest, rule, "leave it out" if works is None else "(128,0)" if dest == "window_size" else works)
+    for broken in window_problems(args.window_size, args.window_attn_skip_freq, args.num_layers):
+        yield broken_rule(args, broken)
     reason = backend_problem(args.attention_backend, window=args.window_size is not None, attention_mask=bool(args.reset_attention_mask))
     if reason:
         yield problem(args, "attention_backend", reason, "auto")

@@ -4,6 +4,7 @@
 import signal
 from dataclasses import dataclass
 
+from megatron.core.context_parallel.combinations import COMM_TYPES
 from megatron.training.config.fields import flag
 
 
@@ -142,7 +143,7 @@ class ParallelismFlags:
     context_parallel_size: int = flag(1, "Ranks that share each sequence.", minimum=1)
     cp_comm_type: list[str] = flag(
         ("p2p",),
-        "How ranks that share a sequence attend, for all layers or one for each: p2p, all_gather, a2a, a2a+p2p.",
+        f"How ranks that share a sequence attend, for all layers or one for each: {', '.join(COMM_TYPES)}.",
         nargs="+",
     )
     hierarchical_context_parallel_sizes: list[int] | None = flag(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import communication
+from megatron.core.context_parallel.attention import KINDS
 from megatron.core.context_parallel.combinations import COMM_TYPES, SUPPORTED
 from megatron.core.context_parallel.sequence_split import split_for_context_parallel, split_packed
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -200,6 +201,20 @@ def refusals() -> dict[str, str]:
     refused("two levels", lambda: DotProductAttention(core.config, 1, CAUSAL, "self", cp_comm_type="a2a+p2p", pg_collection=collection))
     refused("an unknown kind", lambda: DotProductAttention(core.config, 1, CAUSAL, "self", cp_comm_type="b2b", pg_collection=collection))
     refused("dropout", lambda: DotProductAttention(core.config, 1, CAUSAL, "self", attention_dropout=0.1, pg_collection=collection))
+    no_mask = core_of(case | {"type": NO_MASK}, 4, AttnBackend.auto, "p2p", collection, 2)
+    window = core_of(case | {"window": (3, 0)}, 4, AttnBackend.auto, "p2p", collection, 2)
+    whole = [t[:4] for t in tensors]
+    rows: dict[str, Any] = {
+        "a causal mask": lambda: core(*whole, None),
+        "no mask": lambda: no_mask(*whole, None),
+        "a sliding window": lambda: window(*whole, None),
+        "packed sequences": lambda: core(*whole, None, packed_seq_params=packed([4, 4], [4, 4])),
+        "an attention mask": lambda: core(*whole, torch.zeros(1, 1, 4, 8, dtype=torch.bool)),
+    }
+    for row, call in rows.items():
+        call()
+        with mock.patch.dict(SUPPORTED, {row: ("a2a",)}):
+            refused(f"row {row}", call)
     refused("other groups", lambda: DotProductAttention(core.config, 1, CAUSAL, "self", pg_collection=ProcessGroupCollection()))
     return found
 
@@ -226,11 +241,15 @@ def ranks() -> Any:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_equals_one_process(ranks: Any, cp: int) -> None:
     results = [found["differences"] for found in ranks(cp)]
-    assert len(results[0]) == 4 * len(cases(cp)) * len(KERNELS)
+    assert len(results[0]) == len(COMM_TYPES) * len(cases(cp)) * len(KERNELS)
     bad = {(rank, *key): errors for rank, found in enumerate(results) for key, errors in found.items() if not max(errors) <= 1e-9}
     assert not bad, bad
     rows = {row for row in SUPPORTED if SUPPORTED[row]}
     assert rows <= set(cases(cp)), "the table of combinations has a row without a case"
+
+
+def test_every_kind_has_its_function() -> None:
+    assert tuple(KINDS) == COMM_TYPES
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -271,6 +290,7 @@ def test_what_would_be_wrong_is_refused_by_name(ranks: Any) -> None:
         "two levels": "hierarchical_context_parallel_sizes",
         "an unknown kind": "'b2b' must be one of p2p, all_gather, a2a, a2a+p2p",
         "dropout": "p2p does not go with attention dropout: context_parallel_size 1 does",
+        **{f"row {row}": f"cp_comm_type p2p does not go with {row}; a2a does" for row in SUPPORTED if SUPPORTED[row]},
         "other groups": "the context-parallel group has 1 ranks but config.context_parallel_size is 2",
     }
     for name, words in expected.items():

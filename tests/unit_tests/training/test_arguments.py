@@ -61,7 +61,7 @@ BAD = [
     ("--group-query-attention 2", 1, ["takes no value; did you mean --num-query-groups 2"]),
     ("--swiglu --squared-relu", 1, ["--squared-relu", "--swiglu"]),
     ("--seq-length 64", 1, ["--seq-length 64", "--max-position-embeddings 64"]),
-    ("--position-embedding-type yarn", 1, ["yarn", "not support it yet", "rope"]),
+    ("--position-embedding-type yarn", 1, ["yarn is not built yet", "rope"]),
     ("--use-rotary-position-embeddings --position-embedding-type none", 1, ["asks for rope"]),
     ("--no-position-embedding", 1, ["--no-position-embedding", "learned_absolute"]),
     ("--position-embedding-type rope --kv-channels 15", 1, ["15 rotating channels", "even"]),
@@ -135,7 +135,7 @@ BAD = [
     ("--fp16-lm-cross-entropy", 1, ["--fp16-lm-cross-entropy", "does not support yet"]),
     ("--tokenizer-type SentencePieceTokenizer", 1, ["--tokenizer-model", "is required"]),
     ("--tokenizer-type SentencePieceTokenizer --tokenizer-model /no/file", 1, ["--tokenizer-model /no/file", "no such file"]),
-    ("--tokenizer-type BertWordPieceCase", 1, ["BertWordPieceCase", "not support it yet"]),
+    ("--tokenizer-type BertWordPieceCase", 1, ["BertWordPieceCase is not built yet"]),
     ("--vocab-extra-ids 3", 1, ["--vocab-extra-ids 3"]),
     ("--padded-vocab-size 64", 1, ["--padded-vocab-size 64", "--vocab-size 100"]),
     ("--batch-size 4", 1, ["--batch-size 4", "--micro-batch-size"]),
@@ -156,7 +156,7 @@ BAD_EXPERTS = [
     ("--num-experts 4 --moe-layer-freq __import__('os')", 1, ["--moe-layer-freq", "another form"]),
     ("--num-experts 4 --moe-router-load-balancing-type aux_loss sinkhorn --moe-aux-loss-coeff 1 1", 1, ["only the losses", "combine"]),
     ("--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1", 1, ["1 given for 2", "0.01 0.01"]),
-    ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing", 1, ["quantile_balancing", "does not support it yet"]),
+    ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing", 1, ["quantile_balancing is not built yet"]),
     ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1", 1, ["sinkhorn has no balance loss"]),
     ("--num-experts 4 --moe-router-enable-expert-bias", 1, ["--moe-router-enable-expert-bias", "--moe-router-score-function sigmoid"]),
     ("--num-experts 8 --moe-router-num-groups 4", 1, ["--moe-router-num-groups 4", "--moe-router-group-topk"]),
@@ -164,7 +164,8 @@ BAD_EXPERTS = [
     ("--num-experts 4 --moe-pad-expert-input-to-capacity", 1, ["needs --moe-expert-capacity-factor"]),
     ("--num-experts 4 --moe-shared-expert-gate", 1, ["needs --moe-shared-expert-intermediate-size"]),
     ("--num-experts 4 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap", 1, ["--moe-token-dispatcher-type alltoall"]),
-    ("--num-experts 4 --moe-token-dispatcher-type flex", 1, ["flex", "deep_ep", "alltoall"]),
+    ("--num-experts 4 --moe-enable-deepep", 1, ["--moe-enable-deepep", "flex, which is not built yet"]),
+    ("--num-experts 4 --moe-token-dispatcher-type flex", 1, ["flex is not built yet", "there are allgather, alltoall"]),
     ("--num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
      ["--expert-model-parallel-size 2", "needs --sequence-parallel"]),
     ("--num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 2, ["--expert-tensor-parallel-size 1", "without"]),
@@ -227,7 +228,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     there = optional_imports.available
-    monkeypatch.setattr(optional_imports, "available", lambda name: name not in ("wandb", "transformer_engine") and there(name))
+    monkeypatch.setattr(optional_imports, "available", lambda name: name != "wandb" and there(name))
 
 
 def changed(flags: str) -> list[str]:
@@ -355,11 +356,14 @@ def test_schedule_arguments_count_samples() -> None:
     assert not any("decay ends" in note for note in checked(TINY).notes)
 
 
-def test_transformer_engine_falls_back_with_one_line() -> None:
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformer_engine_falls_back_with_one_line(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not built is not had by installing the package, so the line does not speak of it."""
+    monkeypatch.setattr(optional_imports, "available", lambda name: installed)
     args = checked(without("--transformer-impl"))
     assert (args.transformer_impl, args.requested_transformer_impl) == ("local", "transformer_engine")
     validate_args(args)
-    assert sum("Transformer Engine is not installed" in note for note in args.notes) == 1
+    assert sum("Transformer Engine backend is not built yet" in note for note in args.notes) == 1
     assert checked(TINY).notes == []
 
 

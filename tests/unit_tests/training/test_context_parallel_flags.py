@@ -2,12 +2,14 @@
 
 import pytest
 
-from megatron.training.argument_utils import UsageError
+from megatron.core.context_parallel import combinations
+from megatron.training.argument_utils import UsageError, build_parser
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.converters import moe_freq_type, tuple_type
 from tests.unit_tests.training.lines import TINY, checked
 
 CP4 = "--context-parallel-size 4 --attention-dropout 0"
+CP2_KINDS = "--context-parallel-size 2 --cp-comm-type all_gather all_gather a2a a2a"
 HIERARCHICAL = "--hierarchical-context-parallel-sizes"
 GROUPS = "--group-query-attention --num-query-groups 2"
 
@@ -23,16 +25,17 @@ def problems_of(monkeypatch, line, world=4):
     ("line", "flag", "rule"),
     [
         ("--context-parallel-size 4", "--attention-dropout 0.1", "p2p does not go with attention dropout"),
+        (CP2_KINDS, "--attention-dropout 0.1", "--cp-comm-type all_gather, a2a do not go with attention dropout"),
         ("--cp-comm-type ring", "--cp-comm-type ring", "knows no 'ring': the kinds are p2p, all_gather, a2a, a2a+p2p"),
         ("--cp-comm-type p2p a2a", "--cp-comm-type p2p a2a", "gives 2 kinds: one for all layers, or one for each of the 4"),
         (f"{CP4} --cp-comm-type a2a {GROUPS}", "--cp-comm-type a2a", "2 query groups of a rank"),
         (f"{CP4} --cp-comm-type a2a+p2p", HIERARCHICAL, f"product is 4 (works: {HIERARCHICAL} 2 2)"),
         (f"{CP4} --cp-comm-type a2a+p2p {HIERARCHICAL} 2 3", f"{HIERARCHICAL} 2 3", "whose product is 4"),
-        (f"{HIERARCHICAL} 2 2", f"{HIERARCHICAL} 2 2", "is for cp_comm_type a2a+p2p"),
+        (f"{HIERARCHICAL} 2 2", f"{HIERARCHICAL} 2 2", "is for --cp-comm-type a2a+p2p"),
         (f"{CP4} --seq-length 28", "--seq-length 28", "multiple of 2 x --context-parallel-size 4 = 8"),
         ("--window-size 3", "--window-size (3)", "is two numbers"),
         ("--window-size (-2,0)", "--window-size (-2,0)", "at least -1"),
-        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2", "needs a window_size"),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2", "needs a --window-size (works: leave it out)"),
         ("--window-size 3,0 --window-attn-skip-freq [1,0]", "--window-attn-skip-freq 1 0", "one 0 or 1 for each of the 4 layers"),
         ("--window-size 3,0 --attention-backend flash", "--attention-backend flash", "cannot honour a sliding window"),
         ("--reset-attention-mask --attention-backend flash", "--attention-backend flash", "cannot honour an attention mask"),
@@ -42,6 +45,27 @@ def problems_of(monkeypatch, line, world=4):
 def test_refused_by_name(monkeypatch, line, flag, rule):
     (found,) = problems_of(monkeypatch, line)
     assert found.startswith(f"{flag}:") and rule in found, found
+
+
+@pytest.mark.parametrize(
+    ("row", "line", "flag", "rule"),
+    [
+        ("a sliding window", "--window-size (3,0)", "--window-size (3,0)", "a2a does not go with a sliding window; p2p does (works: leave"),
+        (
+            "an attention mask",
+            "--reset-attention-mask",
+            "--cp-comm-type p2p a2a p2p p2p",
+            "an attention mask; p2p does (works: --cp-comm-type p2p)",
+        ),
+    ],
+)
+def test_a_kind_that_is_not_in_a_row_is_refused(monkeypatch, row, line, flag, rule):
+    """Also where it is that of one layer, and not of the first."""
+    monkeypatch.setitem(combinations.SUPPORTED, row, ("p2p",))
+    (found,) = problems_of(monkeypatch, f"{CP4} --cp-comm-type p2p a2a p2p p2p {line}")
+    assert found.startswith(f"{flag}:") and rule in found, found
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    checked([*TINY, *f"{CP4} --cp-comm-type p2p a2a p2p p2p".split()])
 
 
 def test_sequence_parallel_divides_a_ranks_tokens(monkeypatch):
@@ -63,6 +87,11 @@ def test_flags_reach_the_config(monkeypatch):
     assert config.window_size == (7, 0) and config.window_attn_skip_freq == [1, 0, 1, 0]
     plain = core_transformer_config_from_args(checked([*TINY]))
     assert list(plain.cp_comm_type) == ["p2p"] and plain.window_size is None
+
+
+def test_the_help_names_every_kind():
+    (action,) = (action for action in build_parser()._actions if action.dest == "cp_comm_type")
+    assert ", ".join(combinations.COMM_TYPES) in str(action.help)
 
 
 def test_converters():

@@ -39,6 +39,11 @@ def test_all_problems_at_once():
         ({"sequence_parallel": True}, "sequence_parallel needs tensor_model_parallel_size > 1"),
         ({"hidden_dropout": 1.0}, "hidden_dropout 1.0 must be in"),
         ({"context_parallel_size": 2}, "attention_dropout 0.1: cp_comm_type p2p does not go with attention dropout"),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": ["p2p", "a2a", "p2p", "all_gather"]},
+            "cp_comm_type p2p, a2a, all_gather do not go with attention dropout: context_parallel_size 1 does; 0.0 works",
+        ),
+        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq 2: needs a window_size; leave it out"),
         ({"recompute_granularity": "full"}, "recompute_method None: is required for full recompute; 'uniform' works; recompute_num_layers"),
         ({"recompute_granularity": "all"}, "recompute_granularity 'all': must be full or selective"),
         ({"recompute_granularity": "selective", "recompute_method": "block"}, "recompute_method 'block': is for full recompute only"),
@@ -50,6 +55,10 @@ def test_all_problems_at_once():
         ({"recompute_granularity": "selective", "recompute_modules": ["attn"]}, "attn is no part of a layer"),
         ({"recompute_modules": ["mlp"]}, "are for selective recompute only"),
         ({"num_moe_experts": 8, "moe_router_topk": 9}, "moe_router_topk 9: must be between 1 and the 8 experts"),
+        (
+            {"num_moe_experts": 8, "moe_token_dispatcher_type": "flex"},
+            "is not built yet; alltoall computes the same; 'alltoall' works",
+        ),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2: needs a model with experts"),
         ({"fp8": "e4m3"}, "fp8 = 'e4m3' is not built yet"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection = True is not built yet"),

@@ -139,7 +139,7 @@ class GPTModel(LanguageModule):
     ) -> torch.Tensor:
         """attention_mask: bool, True = hidden, [1 or b, 1, s, s], beside the causal mask; None for causal alone.
 
-        With context parallelism s are this rank's tokens (context_parallel.get_batch_on_this_cp_rank), of the mask's columns all.
+        With context parallelism s are this rank's tokens (core.utils.get_batch_on_this_cp_rank), of the mask's columns all.
         packed_seq_params: b is 1, and s are all tokens of its sequences, their padding included; it counts whole sequences.
 
         decoder_input [s, b, h] replaces the embedding. loss_mask is the caller's business: the loss comes back per token; experts' balance

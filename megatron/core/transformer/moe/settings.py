@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core import optional_imports
+from megatron.core.broken_rule import BrokenRule
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 BALANCING_TYPES = (*BALANCE_LOSSES, "sinkhorn", "none")
-DISPATCHERS = ("allgather", "alltoall", "flex")
+DISPATCHER_TYPES = ("allgather", "alltoall", "flex")  # Megatron's names, built or not
+BUILT_DISPATCHER_TYPES = ("allgather", "alltoall")
 DROP_POLICIES = ("probs", "position")
-
-Rule = tuple[str, str, Any]  # setting, the rule that it breaks, a value that works ("" for: leave it out)
+NO_FLEX = "is not built yet; alltoall computes the same"
 
 
 def layer_freq_problem(freq: int | Sequence[int], num_layers: int | None) -> str | None:
@@ -41,14 +41,7 @@ def balances_by(types: str | Sequence[str], kind: str) -> bool:
     return kind == types if isinstance(types, str) else kind in types
 
 
-def flex_problem() -> str:
-    """Why there is no flex dispatcher."""
-    if optional_imports.available("deep_ep"):
-        return "is not built yet; alltoall computes the same"
-    return "needs the package deep_ep (DeepEP), which is not installed; alltoall computes the same"
-
-
-def moe_problems(settings: Any, num_experts: int | None) -> Iterator[Rule]:
+def moe_problems(settings: Any, num_experts: int | None) -> Iterator[BrokenRule]:
     """Everything that is wrong with the moe_* fields of `settings` (flags or a config), with what the layout makes of them.
 
     `settings` must hold them under TransformerConfig's names.
@@ -56,115 +49,119 @@ def moe_problems(settings: Any, num_experts: int | None) -> Iterator[Rule]:
     ep = settings.expert_model_parallel_size
     if num_experts is None:
         if ep > 1:
-            yield "expert_model_parallel_size", "needs a model with experts", 1
+            yield BrokenRule("expert_model_parallel_size", "needs a model with experts", 1)
         return
     if num_experts < 1:
-        yield "num_moe_experts", "must be at least 1", 8
+        yield BrokenRule("num_moe_experts", "must be at least 1", 8)
         return
     if ep > 0 and num_experts % ep:
-        yield "num_moe_experts", f"must be a multiple of expert_model_parallel_size {ep}", -(-num_experts // ep) * ep
+        yield BrokenRule("num_moe_experts", f"must be a multiple of expert_model_parallel_size {ep}", -(-num_experts // ep) * ep)
     if problem := layer_freq_problem(settings.moe_layer_freq, settings.num_layers):
-        yield "moe_layer_freq", problem, f"([0]*1+[1]*{(settings.num_layers or 2) - 1})"
+        yield BrokenRule("moe_layer_freq", problem, f"([0]*1+[1]*{(settings.num_layers or 2) - 1})")
     yield from _router_problems(settings, num_experts)
     yield from _balance_problems(settings)
     yield from _dispatch_problems(settings)
     yield from _layout_problems(settings)
 
 
-def _router_problems(settings: Any, num_experts: int) -> Iterator[Rule]:
+def _router_problems(settings: Any, num_experts: int) -> Iterator[BrokenRule]:
     topk, score = settings.moe_router_topk, settings.moe_router_score_function
     groups, group_topk = settings.moe_router_num_groups, settings.moe_router_group_topk
     sinkhorn = balances_by(settings.moe_router_load_balancing_type, "sinkhorn")
     if not 1 <= topk <= num_experts:
-        yield "moe_router_topk", f"must be between 1 and the {num_experts} experts", min(2, num_experts)
+        yield BrokenRule("moe_router_topk", f"must be between 1 and the {num_experts} experts", min(2, num_experts))
     if score not in SCORE_FUNCTIONS:
-        yield "moe_router_score_function", f"must be one of {', '.join(SCORE_FUNCTIONS)}", "softmax"
+        yield BrokenRule("moe_router_score_function", f"must be one of {', '.join(SCORE_FUNCTIONS)}", "softmax")
     elif topk == 1 and score == "softmax" and not settings.moe_router_pre_softmax and not sinkhorn:
         rule = "with softmax after the choice the one weight is always 1 and the router learns nothing; give moe_router_pre_softmax"
-        yield "moe_router_topk", rule, "2, or moe_router_pre_softmax"
+        yield BrokenRule("moe_router_topk", rule, "2, or moe_router_pre_softmax")
     if settings.moe_router_dtype not in (None, "fp32", "fp64"):
-        yield "moe_router_dtype", "must be fp32 or fp64", "fp32"
+        yield BrokenRule("moe_router_dtype", "must be fp32 or fp64", "fp32")
     if settings.moe_router_enable_expert_bias and (score == "softmax" or sinkhorn):
-        yield "moe_router_enable_expert_bias", "needs moe_router_score_function sigmoid or sqrtsoftplus, without sinkhorn", ""
+        yield BrokenRule("moe_router_enable_expert_bias", "needs moe_router_score_function sigmoid or sqrtsoftplus, without sinkhorn")
     if (groups is None) != (group_topk is None):
-        yield "moe_router_num_groups", "and moe_router_group_topk are given together", ""
+        yield BrokenRule("moe_router_num_groups", "and moe_router_group_topk are given together")
     elif groups is not None and group_topk is not None:
         if groups < 1 or num_experts % groups:
-            yield "moe_router_num_groups", f"must divide the {num_experts} experts", 1
+            yield BrokenRule("moe_router_num_groups", f"must divide the {num_experts} experts", 1)
         elif not 1 <= group_topk <= groups:
-            yield "moe_router_group_topk", f"must be between 1 and the {groups} groups", groups
+            yield BrokenRule("moe_router_group_topk", f"must be between 1 and the {groups} groups", groups)
         elif topk > group_topk * (num_experts // groups):
             rule = f"groups of {num_experts // groups} experts do not hold moe_router_topk {topk}"
-            yield "moe_router_group_topk", rule, -(-topk // (num_experts // groups))
+            yield BrokenRule("moe_router_group_topk", rule, -(-topk // (num_experts // groups)))
         elif topk < group_topk:
-            yield "moe_router_group_topk", f"must be at most moe_router_topk {topk}", topk
+            yield BrokenRule("moe_router_group_topk", f"must be at most moe_router_topk {topk}", topk)
     if sinkhorn and (groups is not None or score == "sqrtsoftplus"):
-        yield "moe_router_load_balancing_type", "sinkhorn chooses by itself: neither groups nor sqrtsoftplus", "aux_loss"
+        yield BrokenRule("moe_router_load_balancing_type", "sinkhorn chooses by itself: neither groups nor sqrtsoftplus", "aux_loss")
     eps = settings.moe_input_jitter_eps
     if eps is not None and not 0 <= eps < 1:
-        yield "moe_input_jitter_eps", "must be in [0, 1)", 0.01
+        yield BrokenRule("moe_input_jitter_eps", "must be in [0, 1)", 0.01)
 
 
-def _balance_problems(settings: Any) -> Iterator[Rule]:
+def _balance_problems(settings: Any) -> Iterator[BrokenRule]:
     types, coefficients = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
     names = [types] if isinstance(types, str) else list(types)
     numbers = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients]
     for name in names:
         if name not in BALANCING_TYPES:
-            yield "moe_router_load_balancing_type", f"{name} is not built yet; there are {', '.join(BALANCING_TYPES)}", "aux_loss"
+            yield BrokenRule(
+                "moe_router_load_balancing_type", f"{name} is not built yet; there are {', '.join(BALANCING_TYPES)}", "aux_loss"
+            )
     if len(set(names)) != len(names):
-        yield "moe_router_load_balancing_type", "names one type twice", names[0]
+        yield BrokenRule("moe_router_load_balancing_type", "names one type twice", names[0])
     if len(names) > 1 and not set(names) <= set(BALANCE_LOSSES):
-        yield "moe_router_load_balancing_type", f"only the losses {', '.join(BALANCE_LOSSES)} combine", "aux_loss seq_aux_loss"
+        yield BrokenRule("moe_router_load_balancing_type", f"only the losses {', '.join(BALANCE_LOSSES)} combine", "aux_loss seq_aux_loss")
     if len(names) != len(numbers):
         rule = f"{len(numbers)} given for {len(names)} of moe_router_load_balancing_type: each type has its own"
-        yield "moe_aux_loss_coeff", rule, " ".join(["0.01"] * len(names))
+        yield BrokenRule("moe_aux_loss_coeff", rule, " ".join(["0.01"] * len(names)))
     if names == ["sinkhorn"] and any(numbers):
-        yield "moe_aux_loss_coeff", "sinkhorn has no balance loss", 0.0
+        yield BrokenRule("moe_aux_loss_coeff", "sinkhorn has no balance loss", 0.0)
 
 
-def _dispatch_problems(settings: Any) -> Iterator[Rule]:
+def _dispatch_problems(settings: Any) -> Iterator[BrokenRule]:
     dispatcher, factor = settings.moe_token_dispatcher_type, settings.moe_expert_capacity_factor
-    if dispatcher not in DISPATCHERS:
-        yield "moe_token_dispatcher_type", f"must be one of {', '.join(DISPATCHERS)}", "alltoall"
+    if dispatcher not in DISPATCHER_TYPES:
+        yield BrokenRule("moe_token_dispatcher_type", f"must be one of {', '.join(DISPATCHER_TYPES)}", "alltoall")
     if settings.moe_token_drop_policy not in DROP_POLICIES:
-        yield "moe_token_drop_policy", f"must be {' or '.join(DROP_POLICIES)}", "probs"
+        yield BrokenRule("moe_token_drop_policy", f"must be {' or '.join(DROP_POLICIES)}", "probs")
     if factor is not None and factor <= 0:
-        yield "moe_expert_capacity_factor", "must be more than 0", 1.25
+        yield BrokenRule("moe_expert_capacity_factor", "must be more than 0", 1.25)
     if settings.moe_pad_expert_input_to_capacity and factor is None:
-        yield "moe_pad_expert_input_to_capacity", "needs moe_expert_capacity_factor", ""
+        yield BrokenRule("moe_pad_expert_input_to_capacity", "needs moe_expert_capacity_factor")
     elif settings.moe_pad_expert_input_to_capacity and dispatcher == "allgather":
-        yield "moe_token_dispatcher_type", "allgather does not pad experts' input to their capacity", "alltoall"
+        yield BrokenRule("moe_token_dispatcher_type", "allgather does not pad experts' input to their capacity", "alltoall")
     shared = settings.moe_shared_expert_intermediate_size
     for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
         if getattr(settings, name) and not shared:
-            yield name, "needs moe_shared_expert_intermediate_size", ""
+            yield BrokenRule(name, "needs moe_shared_expert_intermediate_size")
     if settings.moe_shared_expert_overlap and dispatcher != "alltoall":
-        yield "moe_shared_expert_overlap", "needs moe_token_dispatcher_type alltoall: it computes beside the all-to-all", ""
+        yield BrokenRule("moe_shared_expert_overlap", "needs moe_token_dispatcher_type alltoall: it computes beside the all-to-all")
     if settings.moe_enable_deepep and dispatcher != "flex":
-        yield "moe_enable_deepep", "needs moe_token_dispatcher_type flex", ""
+        yield BrokenRule("moe_enable_deepep", "is for the dispatcher flex, which is not built yet")
     if dispatcher == "flex":
-        yield "moe_token_dispatcher_type", flex_problem(), "alltoall"
+        yield BrokenRule("moe_token_dispatcher_type", NO_FLEX, "alltoall")
     if dispatcher == "flex" and settings.moe_flex_dispatcher_backend != "deepep":
-        yield "moe_flex_dispatcher_backend", "this version does not support it yet", "deepep"
+        yield BrokenRule("moe_flex_dispatcher_backend", "is not built yet", "deepep")
 
 
-def _layout_problems(settings: Any) -> Iterator[Rule]:
+def _layout_problems(settings: Any) -> Iterator[BrokenRule]:
     tp, ep, cp = settings.tensor_model_parallel_size, settings.expert_model_parallel_size, settings.context_parallel_size
     etp = settings.expert_tensor_parallel_size or tp
     if tp > 1 and not settings.sequence_parallel:
         if ep > 1:
-            yield "expert_model_parallel_size", "with tensor parallelism it needs sequence_parallel: ranks must hold tokens of their own", 1
+            yield BrokenRule(
+                "expert_model_parallel_size", "with tensor parallelism it needs sequence_parallel: ranks must hold tokens of their own", 1
+            )
         elif etp != tp:
             rule = f"must be tensor_model_parallel_size {tp} without sequence_parallel: its ranks hold the same tokens"
-            yield "expert_tensor_parallel_size", rule, tp
+            yield BrokenRule("expert_tensor_parallel_size", rule, tp)
     ffn = settings.moe_ffn_hidden_size or settings.ffn_hidden_size
     if ffn and ffn % etp:
-        yield "moe_ffn_hidden_size", f"must be a multiple of expert_tensor_parallel_size {etp}", -(-ffn // etp) * etp
+        yield BrokenRule("moe_ffn_hidden_size", f"must be a multiple of expert_tensor_parallel_size {etp}", -(-ffn // etp) * etp)
     shared = settings.moe_shared_expert_intermediate_size
     if shared and shared % tp:
         rule = f"must be a multiple of tensor_model_parallel_size {tp}"
-        yield "moe_shared_expert_intermediate_size", rule, -(-shared // tp) * tp
+        yield BrokenRule("moe_shared_expert_intermediate_size", rule, -(-shared // tp) * tp)
     if settings.moe_expert_capacity_factor is not None and settings.moe_token_drop_policy == "position" and cp > 1:
         rule = "position knows no order of tokens that lie on several context-parallel ranks"
-        yield "moe_token_drop_policy", rule, "probs"
+        yield BrokenRule("moe_token_drop_policy", rule, "probs")

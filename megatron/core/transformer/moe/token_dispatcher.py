@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.permutation import RowMap, make_row_map, permute, reorder, take_probs, transposed_chunks, unpermute
 from megatron.core.transformer.moe.routing import capacity_of
-from megatron.core.transformer.moe.settings import flex_problem
+from megatron.core.transformer.moe.settings import NO_FLEX
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import Group, get_pg_rank, get_pg_size
 
@@ -283,7 +283,7 @@ DISPATCHERS = {"allgather": MoEAllGatherTokenDispatcher, "alltoall": MoEAlltoAll
 def build_dispatcher(
     num_local_experts: int, local_expert_indices: list[int], config: TransformerConfig, pg_collection: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """The dispatcher that config.moe_token_dispatcher_type names. Raises ValueError for flex, which cannot be had here."""
+    """The dispatcher that config.moe_token_dispatcher_type names. Raises ValueError for flex, which is not built yet."""
     if config.moe_token_dispatcher_type == "flex":
-        raise ValueError(f"moe_token_dispatcher_type flex {flex_problem()}")
+        raise ValueError(f"moe_token_dispatcher_type flex {NO_FLEX}")
     return DISPATCHERS[config.moe_token_dispatcher_type](num_local_experts, local_expert_indices, config, pg_collection)

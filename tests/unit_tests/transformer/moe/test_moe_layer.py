@@ -12,8 +12,10 @@ from megatron.core.tensor_parallel.param_sharding import build_param_table, coun
 from megatron.core.transformer.moe import grouped_gemm
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import TokenCounts
+from megatron.core.transformer.moe.settings import BUILT_DISPATCHER_TYPES, DISPATCHER_TYPES
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenCounts
 from megatron.training import check_config
+from megatron.training.argument_utils import build_parser
 from megatron.training.arguments import core_transformer_config_from_args
 from tests.unit_tests.training.lines import TINY, checked
 from tests.unit_tests.transformer.moe.moe_layers import moe_config, moe_layer, tokens
@@ -149,3 +151,9 @@ def test_refusals() -> None:
         MoELayer(moe_config())
     with pytest.raises(ValueError, match="padding_mask has the shape"):
         moe_layer(moe_config())(tokens(8, 2), padding_mask=torch.zeros(3, 8, dtype=torch.bool))
+
+
+def test_dispatchers_are_offered_as_they_are_built():
+    assert tuple(DISPATCHERS) == BUILT_DISPATCHER_TYPES and set(DISPATCHERS) < set(DISPATCHER_TYPES)
+    (action,) = (action for action in build_parser()._actions if action.dest == "moe_token_dispatcher_type")
+    assert "not yet: flex" in str(action.help)
