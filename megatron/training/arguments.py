@@ -196,6 +196,9 @@ def derive(args: argparse.Namespace) -> None:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:  # as Megatron-LM: a recipe made smaller still runs
+        args.sequence_parallel = False
+        args.notes.append("--sequence-parallel has no effect without --tensor-model-parallel-size above 1: there is nothing to divide")
     if args.save and args.wandb_project:
         fill("wandb_save_dir", os.path.join(args.save, "wandb"))
     fill("expert_tensor_parallel_size", args.tensor_model_parallel_size)

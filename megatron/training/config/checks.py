@@ -81,6 +81,8 @@ def check_ranges(args: Args) -> Iterator[Problem]:
                 number = int(bound) if value_type(field) is int else bound
                 unit = f" {meta['unit']}" if meta["unit"] else ""
                 works = default if default is not None else number + 1 if bound == meta["above"] else number
+                if default is None and bound == meta["below"]:
+                    works = number - 1 if value_type(field) is int else number / 2
                 yield problem(args, dest, f"{words} {number}{unit}", works)
 
 
@@ -332,6 +334,28 @@ def check_run(args: Args) -> Iterator[Problem]:
         yield problem(args, "exit_signal", "cannot be caught by a process", "SIGTERM")
 
 
+def _expert_notes(args: Args) -> Iterator[str]:
+    """Flags of experts that another one makes idle, and the one balance loss that depends on the layout."""
+    balancing = args.moe_router_load_balancing_type
+    if args.num_experts is None:
+        if was_given(args, "expert_tensor_parallel_size") and args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
+            yield f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} has no effect without --num-experts"
+        if idle := {"moe", "moe_act", "shared_experts"} & set(args.recompute_modules or ()):
+            yield f"--recompute-modules {' '.join(sorted(idle))} has no effect without --num-experts"
+        return
+    if balancing == "none" and args.moe_aux_loss_coeff:
+        yield f"--moe-aux-loss-coeff {text_of(args.moe_aux_loss_coeff)} has no effect with --moe-router-load-balancing-type none"
+    if was_given(args, "moe_token_drop_policy") and args.moe_expert_capacity_factor is None:
+        yield f"--moe-token-drop-policy {args.moe_token_drop_policy} has no effect without --moe-expert-capacity-factor: nothing is dropped"
+    if was_given(args, "moe_router_bias_update_rate") and not args.moe_router_enable_expert_bias:
+        yield f"--moe-router-bias-update-rate {args.moe_router_bias_update_rate} has no effect without --moe-router-enable-expert-bias"
+    if "global_aux_loss" in (balancing if isinstance(balancing, list) else [balancing]):
+        yield (
+            "--moe-router-load-balancing-type global_aux_loss counts tokens over the data-parallel ranks and a step's micro batches so "
+            "far: unlike the other balance losses it gives another training on another number of data-parallel ranks"
+        )
+
+
 def dropped_flags(args: Args) -> Iterator[str]:
     """Notes on flags that were given and change nothing, and on schedules that look like a mistake."""
     if "num_query_groups" in args.provenance and not args.group_query_attention:
@@ -344,6 +368,7 @@ def dropped_flags(args: Args) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 has no effect without --bf16"
     if args.timing_log_level == 2:
         yield "--timing-log-level 2 shows what 1 does, and timers of level 2 that the script itself starts"
+    yield from _expert_notes(args)
     if args.num_experts is None:
         experts = [f.name for f in dataclasses.fields(MoEFlags) if was_given(args, f.name) and not f.metadata["no_effect"]]
         if experts:

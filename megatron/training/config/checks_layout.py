@@ -66,8 +66,6 @@ def check_processes(args: Args) -> Iterator[Problem]:
 
 def check_tensor(args: Args) -> Iterator[Problem]:
     tensor = args.tensor_model_parallel_size
-    if args.sequence_parallel and tensor == 1:
-        yield problem(args, "sequence_parallel", "needs --tensor-model-parallel-size above 1: there is nothing to divide", "leave it out")
     if args.tp_comm_overlap and not args.sequence_parallel:
         rule = "needs --sequence-parallel: it hides the gathering and scattering of tokens"
         yield problem(args, "tp_comm_overlap", rule, "--sequence-parallel, or leave it out")
@@ -148,7 +146,9 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
     uneven = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
     accounted = bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
     if (first is not None or last is not None) and accounted:
-        yield Problem(uneven.split()[0], None, "exclude --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split")
+        dest = "decoder_first_pipeline_num_layers" if first is not None else "decoder_last_pipeline_num_layers"
+        rule = "excludes --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
+        yield problem(args, dest, rule, "leave it out")
         return
     left = layers + accounted - (first or 0) - (last or 0)
     middle = stages - (first is not None) - (last is not None)
@@ -157,7 +157,8 @@ def check_pipeline(args: Args) -> Iterator[Problem]:
         what = f"{layers} layers" + (f" and {accounted} more that count as one" if accounted else "")
         ends = f" after {first or 0} in the first and {last or 0} in the last stage" if first is not None or last is not None else ""
         rule = f"{what} do not divide over --pipeline-model-parallel-size {stages}{ends}; uneven splits are given by {uneven}"
-        works = " or ".join(f"--num-layers {layers - left + n}" for n in multiples(left, max(middle, 1)) if n >= middle)
+        fitting = [n for n in multiples(left, middle) if n >= middle] if middle else [0]
+        works = " or ".join(f"--num-layers {layers - left + n}" for n in fitting)
         yield problem(args, "num_layers", rule, works)
         return
     if first is not None or last is not None:

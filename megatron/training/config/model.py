@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from megatron.core.transformer.recompute import GRANULARITIES, METHODS
+from megatron.core.transformer.recompute import BUILT_MODULES, DEFAULT_MODULES, GRANULARITIES, METHODS
 from megatron.training.config.converters import moe_freq_type, tuple_type
 from megatron.training.config.fields import ARCHITECTURE, SETTING, flag
 
@@ -177,5 +177,7 @@ class RecomputeFlags:
         choices=METHODS,
     )
     recompute_num_layers: int | None = flag(None, "Layers of a run (uniform), or that recompute (block).", minimum=1)
-    recompute_modules: list[str] | None = flag(None, "With selective: any of core_attn, mlp, layernorm. Default: core_attn.", nargs="+")
+    recompute_modules: list[str] | None = flag(
+        None, f"With selective: any of {', '.join(BUILT_MODULES)}. Default: {' '.join(DEFAULT_MODULES)}.", nargs="+"
+    )
     recompute_activations: bool = flag(False, "The same as --recompute-granularity selective.")

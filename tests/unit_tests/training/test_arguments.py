@@ -213,7 +213,6 @@ BAD_LAYOUT = [
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", 1, ["excludes --accumulate-allreduce-grads-in-fp32"]),
     ("--expert-model-parallel-size 2 --global-batch-size 6", 3, ["3 processes", "expert 2"]),
     ("--context-parallel-size 2 --seq-length 31", 2, ["--seq-length 31", "2 x --context-parallel-size 2 = 4", "--seq-length 32"]),
-    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size above 1"]),
     ("--microbatch-group-size-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2", 2, ["needs virtual stages"]),
     ("--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication", 1, ["excludes --no-overlap-p2p-communication"]),
     ("--tp-comm-overlap --tensor-model-parallel-size 2", 2, ["--tp-comm-overlap: needs --sequence-parallel"]),
@@ -592,3 +591,42 @@ def test_tensor_parallelism_divides_the_estimate_of_memory(monkeypatch: pytest.M
     args = (checked([*TINY, "--padded-vocab-size", "256", *line.split()]) for line in lines)
     whole, split, tokens_split = map(check_config.activation_bytes, args)
     assert whole / 2 == tokens_split < split < whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "words"),
+    [
+        ("--sequence-parallel", 1, "--sequence-parallel has no effect"),
+        ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", 1, "--moe-aux-loss-coeff 0.1 has no effect"),
+        ("--num-experts 4 --moe-token-drop-policy position", 1, "--moe-token-drop-policy position has no effect"),
+        ("--num-experts 4 --moe-router-bias-update-rate 0.1", 1, "--moe-router-bias-update-rate 0.1 has no effect"),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type global_aux_loss",
+            1,
+            "another training on another number of data-parallel ranks",
+        ),
+        ("--recompute-granularity selective --recompute-modules moe core_attn", 1, "--recompute-modules moe has no effect"),
+    ],
+)
+def test_a_flag_that_another_makes_idle_is_accepted_and_said(flags: str, world: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    args = parse_args(argv=changed(flags))
+    assert any(words in note for note in validate_args(args).notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "works"),
+    [
+        ("--num-experts 4 --moe-input-jitter-eps 1.0", 1, "--moe-input-jitter-eps 0.5"),
+        (
+            "--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+            2,
+            "--num-layers 2",
+        ),
+    ],
+)
+def test_the_value_that_is_said_to_work_works(flags: str, world: int, works: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    (found,) = problems_of(changed(flags))
+    assert found.endswith(f"(works: {works})")
+    validate_args(parse_args(argv=[*changed(flags), *works.split()]))

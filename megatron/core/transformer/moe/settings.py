@@ -18,6 +18,8 @@ def layer_freq_problem(freq: int | Sequence[int], num_layers: int | None) -> str
     """What is wrong with moe_layer_freq; None for num_layers: that it is not known yet."""
     if freq < 1 if isinstance(freq, int) else not set(freq) <= {0, 1}:
         return "must be a number of at least 1, or a 0 or a 1 for each layer"
+    if not isinstance(freq, int) and not any(freq):
+        return "makes no layer a mixture of experts"
     if not isinstance(freq, int) and num_layers and len(freq) != num_layers:
         return f"lists {len(freq)} layers, but the model has {num_layers}"
     return None
