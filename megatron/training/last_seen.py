@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 TORCH = str(Path(torch.__file__).parent)
+# isend and irecv are not among them: batch_isend_irecv wants torch's own functions in its operations.
 COLLECTIVES = (
     *("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast", "reduce", "barrier"),
-    *("all_gather", "gather", "scatter", "all_to_all", "isend", "irecv", "send", "recv", "batch_isend_irecv"),
+    *("all_gather", "gather", "scatter", "all_to_all", "send", "recv", "batch_isend_irecv"),
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
 )
 # name, size of the message, ranks of the group; how many there were; whether it has not returned; when it began

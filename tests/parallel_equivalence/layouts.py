@@ -110,6 +110,11 @@ LAYOUTS = (
     Layout("pp4 three micro batches", pp=4, microbatches=3),
     Layout("pp4 ends", pp=4, first_layers=1, last_layers=3, layers=8, microbatches=4),
     Layout("pp4 zero-bubble", pp=4, schedule="zero-bubble", microbatches=4),
+    Layout("pp4 zero-bubble three micro batches", pp=4, schedule="zero-bubble", microbatches=3),
+    Layout("pp2 letters", pp=2, layers=9, microbatches=2, config={"pipeline_model_parallel_layout": "Et*6|t*3L"}),
+    Layout(  # a stage with the embedding alone, another with the loss alone
+        "pp2 vpp2 letters", pp=2, vpp=2, layers=3, microbatches=4, config={"pipeline_model_parallel_layout": "E|t*2|t|L"}, fast=True
+    ),
     Layout("pp4 vpp2", pp=4, vpp=2, microbatches=4),
     Layout("recompute block", recompute="block", microbatches=2),
     # mixtures

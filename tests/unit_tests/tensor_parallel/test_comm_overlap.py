@@ -70,6 +70,7 @@ def block(size: int, rows: int, fuse: bool, frozen: bool, **settings: Any) -> tu
 
 
 def blocks(size: int) -> list[Any]:
+    parallel_state.destroy_model_parallel()  # another test's, in a process that stays
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     found = []
     for rows in ROWS:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
@@ -13,8 +12,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import layers_of_stage
-from tests.distributed import run_on_ranks
-from tests.parallel_equivalence_pp.layouts import MODELS, Layout, train, train_all
 
 
 @pytest.mark.parametrize(
@@ -92,30 +89,3 @@ def test_a_layout_must_fit_the_model():
         TransformerConfig(**shape, pipeline_model_parallel_layout="Ettt|tL", num_layers_in_first_pipeline_stage=3)
     with pytest.raises(ValueError, match="so 2 chunks on each of 2 pipeline ranks, not 1"):
         TransformerConfig(**shape, pipeline_model_parallel_layout="Et|t|t|tL")
-
-
-TRAINED = {
-    "uneven": Layout(2, pp=2, config={"pipeline_model_parallel_layout": "Et*6|ttL"}),
-    "ends alone": Layout(2, pp=2, vp=2, config={"pipeline_model_parallel_layout": "E|t*5|ttt|L"}),
-}
-
-
-def same(found, expected):
-    for key, value in found.items():
-        scale = float(expected[key].abs().max()) or 1.0
-        assert float((value - expected[key]).abs().max()) <= 1e-9 * scale, key
-
-
-def test_a_model_split_by_a_layout_trains_as_one_process():
-    """Also where a stage holds the embedding alone and another the loss alone; tied weights between them."""
-    names = [(kind, name) for name in TRAINED for kind in MODELS]
-    ranks = run_on_ranks(2, train_all, [(kind, TRAINED[name]) for kind, name in names])
-    for index, (kind, _) in enumerate(names):
-        expected = train(kind, Layout())
-        outcomes = [rank[index] for rank in ranks]
-        for outcome in outcomes:
-            same(outcome.gradients, expected.gradients)
-            same(outcome.final, expected.final)
-        assert set().union(*(outcome.gradients for outcome in outcomes)) == set(expected.gradients)
-        (losses,) = [outcome.losses for outcome in outcomes if outcome.losses]
-        torch.testing.assert_close(torch.stack(losses), torch.stack(expected.losses), rtol=1e-9, atol=0)
