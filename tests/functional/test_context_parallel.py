@@ -24,7 +24,7 @@ PER_TOKEN = "--calculate-per-token-loss"
 
 LAYOUTS = [
     (2, CP2, UNEVEN),
-    (2, f"{CP2} --cp-comm-type p2p a2a", f"{UNEVEN} {PER_TOKEN} {RESET} {ROPE}"),
+    pytest.param(2, f"{CP2} --cp-comm-type p2p a2a", f"{UNEVEN} {PER_TOKEN} {RESET} {ROPE}", marks=pytest.mark.slow),
     pytest.param(2, f"{CP2} --cp-comm-type all_gather {SHARDED}", f"{UNEVEN} {PER_TOKEN}", marks=pytest.mark.slow),
     pytest.param(2, f"{CP2} --cp-comm-type a2a", f"{UNEVEN} --window-size (9,0) --window-attn-skip-freq 2 {ROPE}", marks=pytest.mark.slow),
     pytest.param(4, f"{CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", f"{RESET} {ROPE}", marks=pytest.mark.slow),
@@ -47,6 +47,7 @@ def test_a_run_equals_that_of_one_process(corpus: Path, processes: int, layout: 
         assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_in_another_context_parallel_size(corpus: Path, tmp_path: Path) -> None:
     """Optimizer state lies over data- and context-parallel ranks; one process reads it and is read."""
     flags = f"{UNEVEN} --train-iters 6 --lr 1e-3 --min-lr 1e-4"

@@ -18,7 +18,7 @@ def rows(result: Result, after: int = 0) -> list[tuple[float, ...]]:
     return [(row["lm_loss"], row["lr"]) for row in result.steps if row["iteration"] > after]
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_the_same_training(corpus: Path, tmp_path: Path, precision: str) -> None:
     flags = f"{precision} {NO_CLIP} {ACCUMULATED} --attention-dropout 0.1 --hidden-dropout 0.1"
     plain = torchrun(2, *on(corpus, flags, f"--save {tmp_path}/plain"))
@@ -58,7 +58,7 @@ def test_resume_across_ranks_and_kinds_of_optimizer(corpus: Path, tmp_path: Path
 FP16 = "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1"  # with skipped steps before and after the save
 
 
-@pytest.mark.parametrize("flags", ["--bf16", FP16, pytest.param("--optimizer sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", ["--bf16", *(pytest.param(flags, marks=pytest.mark.slow) for flags in (FP16, "--optimizer sgd"))])
 def test_resume_is_exact(corpus: Path, tmp_path: Path, flags: str) -> None:
     flags = f"{flags} {OVERLAPPED} --train-iters 6"
     straight = torchrun(2, *on(corpus, flags, f"--save {tmp_path}/straight"))
@@ -86,6 +86,7 @@ def test_deterministic_runs_are_equal(corpus: Path, tmp_path: Path) -> None:
     assert_equal_tensors(checkpoint_tensors(tmp_path / "one", 4), checkpoint_tensors(tmp_path / "two", 4))
 
 
+@pytest.mark.slow
 def test_instances_and_options_of_the_reduction(corpus: Path, tmp_path: Path) -> None:
     """Two instances train as one, also from a checkpoint of the other; buckets of another size and bf16 gradients train."""
     flags = f"--train-iters 6 --global-batch-size 4 --micro-batch-size 1 {NO_CLIP}"

@@ -95,6 +95,7 @@ def test_half_precision(corpus: Path, tmp_path: Path, precision: str) -> None:
     assert ("fp16" in precision) == any(straight.column("skipped_iterations"))
 
 
+@pytest.mark.slow
 def test_random_states_of_another_layout(corpus: Path, tmp_path: Path) -> None:
     """Dropout: the same layout goes on with the same masks; another one takes what there is, and says so once."""
     flags = f"--attention-dropout 0.1 --hidden-dropout 0.1 --train-iters 4 --load {tmp_path}"
