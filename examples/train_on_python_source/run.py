@@ -109,13 +109,6 @@ def tokens_in(prefix: Path) -> int:
     return int(IndexedDataset(str(prefix)).sequence_lengths.sum())
 
 
-def fast_in_bf16() -> bool:
-    """Whether this machine computes bf16 in hardware; a CPU that does not takes a hundred times as long as in fp32."""
-    import torch
-
-    return torch.cuda.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def train(folder: Path, iterations: int, bf16: bool, threads: int) -> None:
     """A GPT of 4 layers; evaluation goes over the whole held-out text."""
     batch = 8
@@ -150,7 +143,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, help="training steps of 2048 tokens; default: 1200, in fp32 (no bf16 hardware) 600")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    bf16 = fast_in_bf16()
+    from megatron.core import device
+
+    bf16 = device.has_fast_bf16()
     iterations = args.iterations or (1200 if bf16 else 600)
     started = time.monotonic()
     folder: Path = args.output.resolve()

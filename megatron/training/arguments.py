@@ -225,6 +225,20 @@ def _choose_backend(args: argparse.Namespace) -> None:
         args.notes.append(f"WARNING: {reason}: --transformer-impl local is used instead of transformer_engine")
 
 
+def microbatches_calculator_args(args: argparse.Namespace) -> tuple[Any, ...]:
+    """What core.num_microbatches_calculator is built from, in its order."""
+    return (
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        False,
+        args.step_batch_size_schedule,
+        args.seq_length,
+    )
+
+
 def finalize_args(args: argparse.Namespace) -> argparse.Namespace:
     """What needs torch: `params_dtype` becomes a torch.dtype. May be called twice."""
     import torch

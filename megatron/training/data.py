@@ -12,7 +12,7 @@ from megatron.core import device, parallel_state
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
 from megatron.training.argument_utils import Problem, UsageError
-from megatron.training.arguments import was_given
+from megatron.training.arguments import microbatches_calculator_args, was_given
 from megatron.training.config import TokenizerFlags
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 from megatron.training.phase import phase
@@ -52,16 +52,7 @@ def train_iterations(args: argparse.Namespace) -> int:
     """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, of whichever sizes."""
     if args.train_samples is None:
         return args.train_iters
-    sizes = build_num_microbatches_calculator(
-        args.rank,
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-        False,
-        args.step_batch_size_schedule,
-        args.seq_length,
-    )
+    sizes = build_num_microbatches_calculator(*microbatches_calculator_args(args))
     iterations = consumed = 0
     while True:
         sizes.update(consumed, consistency_check=False)

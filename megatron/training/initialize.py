@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
 from megatron.training import failure, global_vars, phase
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import microbatches_calculator_args, parse_args, validate_args
 from megatron.training.config.checks_layout import virtual_stages
 
 PIPELINE_SEED_STRIDE = 100  # stages draw other dropout masks
@@ -43,16 +43,7 @@ def initialize_megatron(
         logging.getLogger().setLevel(int(level))
     start_processes(args)
     set_random_seed(args.seed)
-    init_num_microbatches_calculator(
-        args.rank,
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-        False,
-        args.step_batch_size_schedule,
-        args.seq_length,
-    )
+    init_num_microbatches_calculator(*microbatches_calculator_args(args))
     timers = Timers(args.timing_log_level, args.timing_log_option)
     global_vars.set_global("timers", timers)
     if args.timing_log_level > 0:

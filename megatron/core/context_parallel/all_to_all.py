@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.context_parallel.communication import exchange, gather_ranks
+from megatron.core.context_parallel.communication import exchange
+from megatron.core.tensor_parallel.mappings import gather_first_dim
 from megatron.core.utils import Group, divide, get_pg_size
 
 
@@ -62,6 +63,6 @@ def all_to_all_attention(
     q, k, v = _Exchange.apply(mixed, _to_tokens, _to_heads, group, order).split(shares, dim=2)
     if attention_mask is not None:
         rows = attention_mask.movedim(2, 0).to(torch.uint8)
-        attention_mask = gather_ranks(rows, group).index_select(0, order).movedim(0, 2).to(torch.bool)
+        attention_mask = gather_first_dim(rows, group).index_select(0, order).movedim(0, 2).to(torch.bool)
     out = attend(q, k, v, attention_mask)
     return _Exchange.apply(out, _to_heads, _to_tokens, group, order).flatten(2, 3)

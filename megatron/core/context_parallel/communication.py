@@ -40,20 +40,6 @@ class Ring:
         return Transfer(tensor, received, dist.batch_isend_irecv(operations))
 
 
-def gather_ranks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Every rank's tensor, one after the other in dim 0."""
-    out = tensor.new_empty(tensor.shape[0] * get_pg_size(group), *tensor.shape[1:])
-    dist.all_gather_into_tensor(out, tensor.contiguous(), group=group)
-    return out
-
-
-def scatter_sums(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part, in dim 0, of the sum of every rank's tensor."""
-    out = tensor.new_empty(tensor.shape[0] // get_pg_size(group), *tensor.shape[1:])
-    dist.reduce_scatter_tensor(out, tensor.contiguous(), group=group)
-    return out
-
-
 def exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:
     """parts [ranks, ...], one for each rank -> what each rank had for this one, in their order."""
     out = torch.empty_like(parts)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.context_parallel.communication import gather_ranks, scatter_sums
 from megatron.core.context_parallel.partial_attention import (
     Geometry,
     PartialAttention,
@@ -18,6 +17,7 @@ from megatron.core.context_parallel.partial_attention import (
     dense_last_dim,
 )
 from megatron.core.context_parallel.sequence_split import sequence_order
+from megatron.core.tensor_parallel.mappings import gather_first_dim, reduce_scatter_first_dim
 from megatron.core.utils import Group, get_pg_size
 
 
@@ -38,7 +38,7 @@ class _GatheredAttention(torch.autograd.Function):
         kernel: str,
     ) -> torch.Tensor:
         order = _order(geometry, group, query.device)
-        keys, values = (by_head(gather_ranks(t, group).index_select(0, order)) for t in (key, value))
+        keys, values = (by_head(gather_first_dim(t, group).index_select(0, order)) for t in (key, value))
         partial = PartialAttention(by_head(query), geometry, scale, kernel)
         partial.add(None, keys, values)
         out, lse = partial.result()
@@ -52,12 +52,12 @@ class _GatheredAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         geometry, group, scale, kernel = ctx.settings
         order = _order(geometry, group, query.device)
-        keys, values = (by_head(gather_ranks(t, group).index_select(0, order)) for t in (key, value))
+        keys, values = (by_head(gather_first_dim(t, group).index_select(0, order)) for t in (key, value))
         partial = PartialGradient(by_head(dense_last_dim(grads[0])), by_head(query), out, lse, geometry, scale, kernel)
         sums = []
         for grad in partial.of(None, keys, values):
             by_rank = torch.empty_like(by_token(grad), memory_format=torch.contiguous_format).index_copy_(0, order, by_token(grad))
-            sums.append(scatter_sums(by_rank, group))
+            sums.append(reduce_scatter_first_dim(by_rank, group))
         return by_token(partial.of_queries()), sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, None
 
 

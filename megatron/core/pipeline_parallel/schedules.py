@@ -172,10 +172,9 @@ class _Stage:
         return torch.stack(self.tokens).sum() if self.tokens else None
 
 
-def _refuse(**unbuilt: Any) -> None:
-    for name, value in unbuilt.items():
-        if value is not None:
-            raise ValueError(f"{name} is not built yet; leave it out")
+def _refuse_adjusted_shapes(adjust_tensor_shapes_fn: Callable | None) -> None:
+    if adjust_tensor_shapes_fn is not None:
+        raise ValueError("adjust_tensor_shapes_fn is not built yet; leave it out")
 
 
 def forward_backward_no_pipelining(
@@ -199,7 +198,7 @@ def forward_backward_no_pipelining(
     forward_step_func(data_iterator, model) -> (output tensor, loss_func); loss_func(output tensor) as `loss_and_tokens` reads it.
     The model's config may hold grad_scale_func (fp16), no_sync_func and finalize_model_grads_func(model chunks, number of tokens).
     """
-    _refuse(adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
+    _refuse_adjusted_shapes(adjust_tensor_shapes_fn)
     chunk, iterator = _only(model, "model chunk"), _only(data_iterator, "data iterator")
     stage = _Stage(
         forward_step_func,
@@ -242,7 +241,7 @@ def forward_backward_pipelining(
         seq_length, micro_batch_size: what stages send each other is [seq_length, micro_batch_size, hidden size].
     Raises ValueError for numbers of micro batches and chunks that the config's pipeline_schedule does not do.
     """
-    _refuse(adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
+    _refuse_adjusted_shapes(adjust_tensor_shapes_fn)
     chunks = list(model) if isinstance(model, list | torch.nn.ModuleList) else [model]
     groups = default_pg_collection(pg_collection)
     config = get_model_config(chunks[0])

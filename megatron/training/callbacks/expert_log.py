@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.transformer.moe.router import RouterStep, routers_of
 from megatron.training.callbacks.base import Callback
 from megatron.training.train_step import StepRecord, TrainingRun
@@ -52,8 +53,6 @@ class ExpertLog(Callback):
         example = next((s.tokens_per_expert for step in kept for _, s in step if s.tokens_per_expert is not None), None)
         where = torch.device("cpu") if example is None else example.device
         if example is None and dist.is_initialized() and dist.get_world_size() > 1:
-            from megatron.core import device
-
             where = device.current_device()
         width = len(self.names) + self.num_experts
         table = torch.zeros(len(kept), len(self.moe_layers), width, dtype=torch.float64, device=where)
