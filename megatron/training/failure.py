@@ -21,10 +21,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.training import last_seen, phase
 from megatron.training.arguments import record_for_elastic
 from megatron.training.training_log import print_line
 
+NCCL_PATIENCE = 20.0  # seconds after this watch that NCCL's own watchdog ends a process, without a word on where the others are
 RECORD = "megatron/first_failure"
 SIGNS = "megatron/sign_of_life"
 BEAT = 1.0  # seconds between signs of life
@@ -218,7 +220,7 @@ class FailureWatch:
                 if self.on_record() is not None:
                     self._leave_soon()
                 elif self.timeout and own["waiting"] and own["still"] > self.timeout:
-                    # here, because gloo does not take another timeout after its start; NCCL's watchdog does the same with less to say
+                    # here, because gloo does not take another timeout after its start
                     self._tell(self._claim_timeout())
                     self.leave(1)
                 sign = json.loads(self._ask(lambda: self.store.get(f"{SIGNS}/{neighbour}")))
@@ -296,6 +298,11 @@ _watch: list[FailureWatch] = []  # one, in worlds of several ranks
 
 def watch() -> FailureWatch | None:
     return _watch[0] if _watch else None
+
+
+def timeout_of_groups(seconds: float) -> timedelta:
+    """The timeout to give process groups so that collectives end after `seconds`, and by this watch."""
+    return timedelta(seconds=seconds + (NCCL_PATIENCE if device.has_accelerator() else 0.0))
 
 
 def start(timeout: float) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -69,8 +68,9 @@ def start_processes(args: argparse.Namespace) -> None:
             store=store,
             rank=args.rank,
             world_size=args.world_size,
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            timeout=failure.timeout_of_groups(60.0 * args.distributed_timeout_minutes),
         )
+    timeout = failure.timeout_of_groups(60.0 * args.distributed_timeout_minutes)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -80,7 +80,7 @@ def start_processes(args: argparse.Namespace) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
 
@@ -91,7 +91,7 @@ def set_timeout(seconds: float) -> None:
         return
     groups = [group for found in parallel_state.all_groups().values() for group in (found if isinstance(found, list) else [found])]
     for group in {dist.group.WORLD, *groups} - {None}:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        dist.distributed_c10d._set_pg_timeout(failure.timeout_of_groups(seconds), group)
     if (watch := failure.watch()) is not None:
         watch.timeout = seconds
 

@@ -24,6 +24,7 @@ COLLECTIVES = (
     *("all_gather", "gather", "scatter", "all_to_all", "send", "recv", "batch_isend_irecv"),
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
 )
+WAITS = (".wait(", ".item(", ".tolist(", ".cpu(", "synchronize(", "float(", "bool(")  # lines at which a process waits for its device too
 # name, size of the message, ranks of the group; how many there were; whether it has not returned; when it began
 _last: dict[str, Any] = {"name": "none yet", "size": "", "ranks": 0, "count": 0, "inside": 0, "time": 0.0}
 _originals: dict[str, Callable] = {}
@@ -75,11 +76,11 @@ def collective() -> str:
 
 
 def is_waiting() -> bool:
-    """Whether the main thread is in a collective, or waits for one that it began."""
+    """Whether the main thread is in a collective, or waits for one that it began: with NCCL that is where it first needs a number."""
     if _last["inside"]:
         return True
     frame = _main_frame()
-    return frame is not None and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return frame is not None and any(call in linecache.getline(frame.f_code.co_filename, frame.f_lineno) for call in WAITS)
 
 
 def line() -> str:

@@ -131,10 +131,11 @@ def _call_pretrain(script: str) -> int:
     return 0
 
 
-def environment(**more: str) -> dict[str, str]:
-    """This process's environment less what a launcher set, one thread each, CPU."""
+def environment(on_gpu: bool = False, **more: str) -> dict[str, str]:
+    """This process's environment less what a launcher set, one thread each; GPUs hidden unless asked for."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_"))}
-    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"} | more
+    hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | hidden | more
 
 
 def free_port() -> int:
@@ -143,11 +144,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def torchrun(processes: int, *words: str | Path, script: str = "pretrain_gpt.py", base: str = TINY) -> Result:
+def torchrun(processes: int, *words: str | Path, script: str = "pretrain_gpt.py", base: str = TINY, on_gpu: bool = False) -> Result:
     """Train through torch.distributed.run."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        with Processes() as started:
+        with Processes(on_gpu) as started:
             child = started.torchrun(processes, *words, "--metrics-file", metrics, script=script, base=base)
             return finished(child, metrics)
 
@@ -159,9 +160,10 @@ def finished(child: subprocess.Popen, metrics: Path | None = None, timeout: floa
 
 
 class Processes:
-    """Starts trainings in processes of their own; none outlives the `with` block."""
+    """Starts trainings in processes of their own, on the CPU or on GPUs; none outlives the `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
+        self.on_gpu = on_gpu
         self.children: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Processes":
@@ -180,17 +182,17 @@ class Processes:
 
     def torchrun(self, processes: int, *words: str | Path, script: str = "pretrain_gpt.py", base: str = TINY) -> subprocess.Popen:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
-        return self._start([sys.executable, *launcher, script, *argv(*words, base=base)], environment())
+        return self._start([sys.executable, *launcher, script, *argv(*words, base=base)], environment(self.on_gpu))
 
     def alone(self, *words: str | Path, script: str = "pretrain_gpt.py") -> subprocess.Popen:
         """One process, no launcher."""
-        return self._start([sys.executable, script, *argv(*words)], environment())
+        return self._start([sys.executable, script, *argv(*words)], environment(self.on_gpu))
 
     def ranks(self, processes: int, *words: str | Path, script: str = "pretrain_gpt.py") -> list[subprocess.Popen]:
         """One process a rank, started side by side with nobody who watches over them (as SLURM does)."""
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
         return [
-            self._start([sys.executable, script, *argv(*words)], environment(RANK=str(rank), LOCAL_RANK=str(rank), **meet))
+            self._start([sys.executable, script, *argv(*words)], environment(self.on_gpu, RANK=str(rank), LOCAL_RANK=str(rank), **meet))
             for rank in range(processes)
         ]
 

@@ -11,14 +11,16 @@ FAULT = "RuntimeError: a fault of ours"
 slow = pytest.mark.slow
 
 
-def fail(corpus: Path, folder: Path, poison: str, rank: int, launcher: bool = True, more: str = "") -> list[Result]:
-    """Four ranks, of which one fails in iteration 3; there is a checkpoint of iteration 2. The launcher's result, or each rank's."""
+def fail(
+    corpus: Path, folder: Path, poison: str, rank: int, launcher: bool = True, more: str = "", ranks: int = 4, on_gpu: bool = False
+) -> list[Result]:
+    """Of the ranks one fails in iteration 3; there is a checkpoint of iteration 2. The launcher's result, or each rank's."""
     flags = f"--micro-batch-size 1 --train-iters 6 --save {folder} --save-interval 2 --poison {poison} --poison-rank {rank} {more}"
-    with Processes() as started:
+    with Processes(on_gpu) as started:
         if launcher:
-            children = [started.torchrun(4, *on(corpus, flags), script=POISONED)]
+            children = [started.torchrun(ranks, *on(corpus, flags), script=POISONED)]
         else:
-            children = started.ranks(4, *on(corpus, flags), script=POISONED)
+            children = started.ranks(ranks, *on(corpus, flags), script=POISONED)
         return [finished(child, timeout=200) for child in children]
 
 

@@ -8,6 +8,7 @@ in a batch, also a single one, because others would meet on communicators of the
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,28 @@ from megatron.core import device
 MOST_UNRECEIVED = 4
 
 Transfer = tuple[torch.Tensor | None, int]  # (what is sent, or None to receive; the stage at the other end)
+
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def connect_neighbours(group: dist.ProcessGroup) -> None:
+    """Let every stage of `group` talk to the stages beside it once, both ways, before any transfer that computations wait for.
+
+    NCCL connects two ranks in the batch that first needs it, and holds the host up until both are at it: nothing of the batch is under way
+    meanwhile, not even what the other rank waits for to get there. Once for each group; all its ranks must call it.
+    """
+    if group in _connected or not device.has_accelerator():
+        return
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    operations = []
+    for step in (1, -1):
+        to, from_ = ranks[(own + step) % len(ranks)], ranks[(own - step) % len(ranks)]
+        there, here = torch.zeros(2, 1, device=device.current_device())
+        operations += [dist.P2POp(dist.isend, there, to, group=group), dist.P2POp(dist.irecv, here, from_, group=group)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    device.synchronize()
+    _connected.add(group)
 
 
 class Incoming:
@@ -43,6 +66,7 @@ class P2PCommunicator:
     def __init__(self, pp_group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype, overlap: bool = True) -> None:
         self.group, self.shape, self.dtype, self.overlap = pp_group, shape, dtype, overlap
         self.ranks = dist.get_process_group_ranks(pp_group)
+        connect_neighbours(pp_group)
         self._sending: deque[tuple[list[Any], list[torch.Tensor]]] = deque()  # tensors must live until they are received
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Incoming]:

@@ -1,0 +1,61 @@
+"""Whole trainings on GPUs over NCCL: equal to the bit twice, failures told; where kernels and transport differ from the CPU tests'."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core import device
+from tests.functional.runner import assert_equal_tensors, checkpoint_tensors, on, torchrun
+from tests.functional.test_failure import FAULT, fail, nobody_saved
+
+GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
+
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+LAYOUTS = {
+    "one gpu": (1, ""),
+    "data parallel": (2, SHARDED),
+    "tensor parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pipeline": (2, "--pipeline-model-parallel-size 2"),
+    "context parallel": (2, f"--context-parallel-size 2 {SHARDED}"),
+    "experts": (2, f"--expert-model-parallel-size 2 --num-experts 4 --moe-grouped-gemm --swiglu --disable-bias-linear {SHARDED}"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=two_gpus if LAYOUTS[name][0] > 1 else ()) for name in LAYOUTS])
+def test_deterministic_runs_are_equal(corpus: Path, tmp_path: Path, name: str) -> None:
+    processes, layout = LAYOUTS[name]
+    dropout = "" if name == "context parallel" else "--attention-dropout 0.1"  # refused with context parallelism
+    flags = f"--deterministic-mode --bf16 --hidden-dropout 0.1 {dropout} {layout}"
+    runs = [torchrun(processes, *on(corpus, flags, f"--save {tmp_path}/{run}"), on_gpu=True) for run in ("one", "two")]
+    assert [run.code for run in runs] == [0, 0], runs[0].err
+    assert [(row["lm_loss"], row["grad_norm"]) for row in runs[0].steps] == [(row["lm_loss"], row["grad_norm"]) for row in runs[1].steps]
+    assert_equal_tensors(checkpoint_tensors(tmp_path / "one", 4), checkpoint_tensors(tmp_path / "two", 4))
+
+
+@two_gpus
+def test_the_first_failing_rank_is_named_last(corpus: Path, tmp_path: Path) -> None:
+    (result,) = fail(corpus, tmp_path, "crash", 1, ranks=2, on_gpu=True)
+    assert result.code != 0
+    assert result.errors == [f"ERROR: rank 1, phase forward and backward, iteration 3: {FAULT}"]
+    nobody_saved(tmp_path)
+
+
+@two_gpus
+def test_a_killed_rank(corpus: Path, tmp_path: Path) -> None:
+    (result,) = fail(corpus, tmp_path, "kill", 1, ranks=2, on_gpu=True)
+    assert result.code != 0
+    (line,) = result.errors
+    assert line.startswith("ERROR: rank 1, phase forward and backward, iteration 3: no sign of life since")
+    nobody_saved(tmp_path)
+
+
+@two_gpus
+def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
+    results = fail(corpus, tmp_path, "sleep", 1, launcher=False, more="--distributed-timeout-seconds-after-init 6", ranks=2, on_gpu=True)
+    assert all(result.code != 0 for result in results)
+    (line,) = [line for result in results for line in result.errors]
+    assert line.startswith("ERROR: rank 1, phase forward and backward, iteration 3: TimeoutError: no progress for")
+    nobody_saved(tmp_path)
