@@ -55,7 +55,7 @@ def test_documents_in_order(tmp_path, eod):
     assert read(tmp_path, "title") == [[[i, *end]] for i in range(1000)]
     assert IndexedDataset(str(tmp_path / "out_text_document")).dtype == "uint16"
     assert "processed 1000 documents" in result.stderr and "MB/s" in result.stderr and "100 texts were empty" in result.stderr
-    assert len(outputs(tmp_path)) == 4
+    assert len(outputs(tmp_path)) == 6  # .bin, .idx and .meta.json of each
 
 
 def test_workers_batches_patterns_and_gzip_change_nothing(tmp_path, monkeypatch):
@@ -158,7 +158,7 @@ def endless(tmp_path):
                 time.sleep(0.05)
 
     threading.Thread(target=feed, daemon=True).start()
-    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("out*.tmp")))
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("out.partial/*.bin")))
     return process, children(process.pid)
 
 
@@ -235,8 +235,8 @@ def test_sentences_become_sequences(tmp_path, punkt, golden):
 def test_sentences_keep_their_white_space(punkt, monkeypatch):
     monkeypatch.setenv("NLTK_DATA", punkt["NLTK_DATA"])
     program = f"""
-import sys; sys.path.insert(0, {str(TOOL.parent)!r})
-from preprocess_data import sentence_splitter
+import sys; sys.path.insert(0, {str(TOOL.parent.parent)!r})
+from megatron.core.datasets.preparation.records import sentence_splitter
 text = " They came. They left.\\n\\nThen  nothing. "
 assert "".join(sentence_splitter("english", True)(text)) == text
 assert sentence_splitter("english", True)(text)[1] == "They left.\\n\\n"
