@@ -128,7 +128,11 @@ def _take_over(job: Job, folder: WorkingFolder, plan: dict[str, Any]) -> State:
     """The state to go on from; that of a new run where there is none. Raises ResumeError."""
     state = folder.unfinished()
     if state is None:
-        folder.begin(plan)
+        try:
+            folder.begin(plan)
+        except OSError:
+            folder.remove()
+            raise
         if job.resume:
             job.say(f"--resume: {folder.path} holds nothing that was made safe, starting from the beginning")
         return State()

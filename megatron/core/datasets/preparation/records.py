@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -111,11 +112,9 @@ class Encoder:
                     if document:
                         document[-1].append(self.eod)
         sequences = [ids for document in encoded_parts for ids in document]
-        tokens: list[int] = []
-        for ids in sequences:
-            tokens += ids
-        lengths = np.array([len(ids) for ids in sequences], dtype=np.int32)
-        return Encoded(self._as_ids(tokens), lengths, np.array([len(document) for document in encoded_parts], dtype=np.int32))
+        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
+        counts = np.fromiter(map(len, encoded_parts), dtype=np.int32, count=len(encoded_parts))
+        return Encoded(self._as_ids(sequences, int(lengths.sum(dtype=np.int64))), lengths, counts)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         try:
@@ -126,12 +125,15 @@ class Encoder:
             own = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
             raise RecordError(str(error) if own else f"the tokenizer cannot take this text: {error!r}") from None
 
-    def _as_ids(self, tokens: list[int]) -> np.ndarray:
-        ids = np.array(tokens, dtype=np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(self.dtype).max):
+    def _as_ids(self, sequences: list[list[int]], count: int) -> np.ndarray:
+        try:
+            ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int32, count=count)
+        except OverflowError as error:
+            raise RecordError(f"the tokenizer gave an id beyond its vocabulary of {self.tokenizer.vocab_size}: {error}") from None
+        if count and (ids.min() < 0 or ids.max() > np.iinfo(self.dtype).max):
             rule = f"do not fit {self.dtype}, the type of its vocabulary of {self.tokenizer.vocab_size}"
             raise RecordError(f"the tokenizer gave ids {ids.min()} to {ids.max()}, which {rule}")
-        return ids.astype(self.dtype)
+        return ids.astype(self.dtype, copy=False)
 
 
 def parse_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
