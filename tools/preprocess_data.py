@@ -26,7 +26,7 @@ from megatron.training.config.data import TokenizerFlags
 TOKENIZER_FLAGS = tuple(inspect.signature(build_tokenizer).parameters)
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input")
     files = "files of JSON lines (.jsonl, .json, .ndjson, each also .gz or .zst), or quoted patterns of them, in sorted order; - = stdin"
@@ -54,6 +54,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--workers-to-check", type=int, nargs="+", default=[16, 32, 64], help="numbers of workers to try")
     group.add_argument("--max-documents", type=int, default=100000, help="documents to try each of them with")
     add_section(parser, TokenizerFlags, TOKENIZER_FLAGS)
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     args = parser.parse_args(argv)
     args.workers = default_workers() if args.workers is None else args.workers
     try:

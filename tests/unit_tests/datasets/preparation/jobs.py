@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preparation.prepare import Job, prepare
@@ -40,7 +41,13 @@ class ByteTokenizer(MegatronTokenizer):
 
 def make_job(folder: Path, *files: Path, name: str = "out", keys: tuple[str, ...] = ("text",), eod: bool = True, **options) -> Job:
     """A job without worker processes, whose batches and shards are a few lines."""
-    settings = {"workers": 0, "batch_bytes": 40, "shard_bytes": 80, "say": lambda line: None, "tokenizer": ByteTokenizer()} | options
+    settings: dict[str, Any] = {
+        "workers": 0,
+        "batch_bytes": 40,
+        "shard_bytes": 80,
+        "say": lambda line: None,
+        "tokenizer": ByteTokenizer(),
+    } | options
     return Job(files=[str(file) for file in files], output_prefix=str(folder / name), rules=TextRules(keys, eod), **settings)
 
 

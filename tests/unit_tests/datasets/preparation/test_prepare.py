@@ -349,7 +349,8 @@ def test_notes_that_cannot_be_read_are_refused_by_name(tmp_path, monkeypatch, na
 
 
 def test_resume_of_nothing_starts_and_of_a_finished_run_does_nothing(tmp_path):
-    source, said = write_texts(tmp_path / "in.jsonl", TEXTS), []
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    said: list[str] = []
     run(tmp_path, source, resume=True, say=said.append)
     assert "starting from the beginning" in said[0]
     before = (tmp_path / "out_text_document.bin").stat().st_mtime_ns
@@ -395,7 +396,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     module = "tests.unit_tests.datasets.preparation.jobs"
     program = f"import pathlib, sys; from {module} import run; run(pathlib.Path(sys.argv[1]), sys.argv[2])"
-    results = []
+    results: list = []
 
     def say_and_start_another(line: str) -> None:
         if not results:

@@ -20,7 +20,7 @@ def pack_zst(data, frame_bytes=50):
     return b"".join(zstandard.compress(frame) for frame in frames)
 
 
-PACKERS = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": pack_zst}
+PACKERS: dict = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": pack_zst}
 
 
 @settings(max_examples=60, deadline=None)
