@@ -44,7 +44,7 @@ class PairMetadata:
 
     def write(self, path: str) -> None:
         """Raises WriteError."""
-        replace_file(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
+        replace_file(path, (json.dumps({"format": self.format, **asdict(self)}, indent=1) + "\n").encode())
 
 
 def read_metadata(path_prefix: str) -> PairMetadata | None:
