@@ -30,7 +30,7 @@ from megatron.training.argument_utils import add_section
 from megatron.training.config import SECTIONS
 from megatron.training.config.data import TokenizerFlags
 
-TOKENIZER_FLAGS = tuple(inspect.signature(build_tokenizer).parameters)
+TOKENIZER_FLAGS = tuple(name for name in inspect.signature(build_tokenizer).parameters if name in TokenizerFlags.__dataclass_fields__)
 SAMPLE_FLAGS = (
     "data_path",
     "split",

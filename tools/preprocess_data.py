@@ -23,7 +23,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.training.argument_utils import add_section
 from megatron.training.config.data import TokenizerFlags
 
-TOKENIZER_FLAGS = tuple(inspect.signature(build_tokenizer).parameters)
+TOKENIZER_FLAGS = tuple(name for name in inspect.signature(build_tokenizer).parameters if name in TokenizerFlags.__dataclass_fields__)
 
 
 def make_parser() -> argparse.ArgumentParser:

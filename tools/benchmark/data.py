@@ -69,9 +69,15 @@ def _load_sentencepiece(path: str) -> Callable[[list[str], int], Any]:
 
 
 def _load_tekken(path: str) -> Callable[[list[str], int], Any]:
-    from megatron.core.tokenizers.tiktoken_tokenizer import TikTokenizer
+    import base64
 
-    model: Any = TikTokenizer(path)._model  # the library's own object, made as ours makes it
+    import tiktoken
+
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    config = content["config"]
+    kept = content["vocab"][: config["default_vocab_size"] - config["default_num_special_tokens"]]
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in kept}
+    model = tiktoken.Encoding(name="tekken", pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={})
     return lambda texts, threads: model.encode_ordinary_batch(texts, num_threads=threads)
 
 
@@ -83,11 +89,16 @@ def _model_flags(tokenizer_type: str) -> Callable[[str], list[str]]:
     return lambda path: ["--tokenizer-type", tokenizer_type, "--tokenizer-model", path]
 
 
+def _tekken_flags(path: str) -> list[str]:
+    vocab_size = json.loads(Path(path).read_text(encoding="utf-8"))["config"]["default_vocab_size"]
+    return [*_model_flags("TikTokenizer")(path), "--vocab-size", str(vocab_size)]
+
+
 KINDS = {
     "Hugging Face (tokenizers)": Kind("huggingface", _model_flags("HuggingFaceTokenizer"), _load_huggingface),
     "GPT-2 (tiktoken)": Kind("gpt2", _gpt2_flags, _load_gpt2),
     "SentencePiece": Kind("sentencepiece", _model_flags("GPTSentencePieceTokenizer"), _load_sentencepiece),
-    "Tekken (tiktoken)": Kind("tekken", _model_flags("TikTokenizer"), _load_tekken),
+    "Tekken (tiktoken)": Kind("tekken", _tekken_flags, _load_tekken),
 }
 
 
