@@ -34,6 +34,9 @@ class ByteTokenizer(MegatronTokenizer):
     def detokenize(self, ids) -> str:
         return bytes(token for token in ids if token < EOD).decode()
 
+    def _token_names(self):
+        return ((token, str(token)) for token in range(self._size))
+
     @property
     def eos(self) -> int:
         return EOD
