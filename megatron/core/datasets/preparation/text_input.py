@@ -16,7 +16,7 @@ from megatron.core.optional_imports import require
 STDIN = "-"
 SUFFIXES = (".jsonl", ".json", ".ndjson")
 COMPRESSIONS = (".gz", ".zst")
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 19  # several batches a worker even of a small corpus: at the end none waits long for another
 LONGEST_LINE = 256 << 20  # a file without line ends must not fill the memory
 HEAD_BYTES = 1 << 16
 ZSTD_BYTES = 1 << 12  # compressed bytes a step: zstd packs at most 32,768 to 1, so a step gives 128 MiB at the very worst
