@@ -62,6 +62,7 @@ class Encoder:
 
     def __init__(self, tokenizer: MegatronTokenizer, rules: TextRules) -> None:
         self.tokenizer = tokenizer
+        self.threads = 1  # of the tokenizer's own, set by workers.py
         self.rules = rules
         self.dtype = np.dtype(optimal_dtype(tokenizer.vocab_size))
         self.eod = tokenizer.eod if rules.append_eod else None
@@ -118,7 +119,7 @@ class Encoder:
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         try:
-            return self.tokenizer.tokenize_batch(texts)
+            return self.tokenizer.tokenize_batch(texts, self.threads)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # the panics of libraries written in Rust are no Exceptions

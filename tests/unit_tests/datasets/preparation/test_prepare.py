@@ -174,7 +174,7 @@ def test_lengths_count_the_end_of_document(tmp_path, eod):
 def test_an_id_beyond_the_type_of_the_vocabulary_is_never_wrapped(tmp_path, monkeypatch, vocab_size):
     tokenizer = ByteTokenizer(vocab_size)
     highest = vocab_size - 1
-    monkeypatch.setattr(tokenizer, "tokenize_batch", lambda texts: [[int(text)] for text in texts])
+    monkeypatch.setattr(tokenizer, "tokenize_batch", lambda texts, threads: [[int(text)] for text in texts])
     source = write_texts(tmp_path / "in.jsonl", [str(highest)])
     run(tmp_path, source, tokenizer=tokenizer, eod=False)
     assert documents(tmp_path) == [[highest]]
