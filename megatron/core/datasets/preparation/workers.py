@@ -1,4 +1,4 @@
-"""Processes that tokenize batches, each one thread of work (or two, see _own_threads): results in the order of the batches, deaths noticed and named."""
+"""Processes that tokenize batches, one thread each (or two, see _own_threads): results in order, deaths noticed and named."""
 
 import math
 import multiprocessing
