@@ -159,6 +159,14 @@ def profiler_range(name: str) -> AbstractContextManager:
     return torch.cuda.nvtx.range(name) if has_accelerator() else nullcontext()
 
 
+def mark_profile(on: bool) -> bool:
+    """Begin or end what Nsight Systems records; True when there is a device to record."""
+    if not has_accelerator():
+        return False
+    (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
+    return True
+
+
 class Stopwatch:
     """Wall-clock time in seconds between calls, with the device's queue drained when asked to."""
 

@@ -1,5 +1,6 @@
 """What a run says: console lines, metrics file, TensorBoard, picture. All tell the same numbers."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -188,3 +189,15 @@ def test_the_last_rank_prints(corpus: Path, tmp_path: Path) -> None:
     for name in ("lm_loss", "iteration"):
         ours, single = ([row[name] for row in result.evaluations] for result in (last, alone))
         assert ours == pytest.approx(single, rel=1e-6)
+
+
+def test_a_profile_of_some_steps(corpus: Path, tmp_path: Path) -> None:
+    """The trace, and what each kernel (here: operator) took a step; the training is not changed by it."""
+    flags = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 3"
+    result = train(*on(corpus, flags, f"--tensorboard-dir {tmp_path}"))
+    assert result.losses() == train(*on(corpus)).losses()
+    kernels = json.loads((tmp_path / "profile" / "kernels-rank-0.json").read_text())
+    assert kernels["aten::mm"]["ms"] > 0 and kernels["aten::mm"]["calls"] == int(kernels["aten::mm"]["calls"])
+    assert [entry["ms"] for entry in kernels.values()] == sorted((entry["ms"] for entry in kernels.values()), reverse=True)
+    assert (tmp_path / "profile" / "rank-0.json.gz").stat().st_size > 0
+    assert "profile of iterations 2 to 3" in result.out
