@@ -3,7 +3,6 @@
 Nothing here may start a thread, a process group or CUDA, or run a backward: a fork takes none of them along.
 """
 
-import contextlib
 import gc
 import importlib
 
@@ -15,11 +14,9 @@ NAMES = (
     "megatron.core.dist_checkpointing.serialization",
     "pretrain_gpt",
     "pretrain_llama",
-    "matplotlib.pyplot",
 )
 
 for name in NAMES:
-    with contextlib.suppress(ModuleNotFoundError):  # optional packages
-        importlib.import_module(name)
+    importlib.import_module(name)
 gc.collect()
 gc.freeze()  # a collection in a child must not touch, and so copy, what it shares with all others

@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from megatron.training.callbacks.plot import PlotCurves
 from tests import fork_server
 from tests.conftest import ROOT
 from tests.functional.runner import TINY, WAIT, Result, argv, environment, free_port, read_rows
@@ -80,6 +81,7 @@ def _rank(folder: Path, script: str, words: list[str], env: dict[str, str]) -> N
     os.environ.update(env)
     os.chdir(ROOT)
     sys.argv = [script, *words]
+    PlotCurves.draw = lambda self: None  # see conftest.py
     runpy.run_path(script, run_name="__main__")
 
 

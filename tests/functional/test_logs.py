@@ -163,7 +163,7 @@ def test_tensorboard_gets_every_step_of_a_longer_interval(corpus: Path, tmp_path
     assert [step for step, _ in scalars(tmp_path / "2")["lm loss"]] == [2, 4, 6]
 
 
-def test_the_curves_are_drawn(corpus: Path, tmp_path: Path) -> None:
+def test_the_curves_are_drawn(corpus: Path, tmp_path: Path, drawn: None) -> None:
     pytest.importorskip("matplotlib")
     result = train(*on(corpus, f"--eval-iters 1 --eval-interval 2 --save {tmp_path}"))
     picture = tmp_path / "training_curves.png"
