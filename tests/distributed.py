@@ -97,6 +97,17 @@ def _serve(rank: int, backend: str, port: int, env: dict[str, str], connection: 
             connection.send(traceback.format_exc())
 
 
+DIED = "the process died"
+
+
+def _answer(connection: Connection) -> str:
+    """What went wrong in a process of a pool: nothing, a traceback, or DIED."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        return DIED
+
+
 class RankPool:
     """Processes that stay, with a default group of the first N of them for each call: a call costs milliseconds, a start seconds.
 
@@ -142,11 +153,11 @@ class RankPool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
-                try:
-                    error = connection.recv()
-                except (EOFError, ConnectionError):
-                    error = "the process died"
-                if error:
+                if error := _answer(connection):
+                    # others fail because one died, and may be heard first
+                    late = [other for other in wait(list(waiting), timeout=0.5) if isinstance(other, Connection)]
+                    dead = [waiting[other] for other in late if error != DIED and _answer(other) == DIED]
+                    rank, error = (dead[0], DIED) if dead else (rank, error)
                     self.close()  # others may wait for this rank for ever
                     raise AssertionError(f"{name}: rank {rank} of {world_size}:\n{error}")
 
