@@ -1,5 +1,6 @@
 """How the global batch is cut (micro batches, ranks) changes nothing; what is masked counts nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+from tests.functional.forked import on_ranks
 from tests.functional.runner import TINY, VOCAB, Result, on, torchrun, train
 
 BATCH = "--global-batch-size 8 --train-iters 6 --eval-interval 3 --eval-iters 2 --log-params-norm --log-num-zeros-in-grad"
@@ -42,10 +44,10 @@ def test_accumulation_under_bf16(corpus: Path, fused: str) -> None:
     assert whole.losses()[0] == pytest.approx(pieces.losses()[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_data_parallel_ranks_equal_one_process(corpus: Path, whole: Result, ranks: int) -> None:
+@pytest.mark.parametrize(("start", "ranks"), [(torchrun, 2), (on_ranks, 4)])  # the one plain run under torchrun
+def test_data_parallel_ranks_equal_one_process(corpus: Path, whole: Result, start: Callable[..., Result], ranks: int) -> None:
     """Losses, norms, rates, and evaluation: each rank reads its part of the held-out samples, and all count once."""
-    spread = torchrun(ranks, *on(corpus, BATCH, "--micro-batch-size 2"))
+    spread = start(ranks, *on(corpus, BATCH, "--micro-batch-size 2"))
     assert_same_training(spread, whole)
     lines = [text for text in spread.out.splitlines() if "elapsed time per iteration" in text]
     assert len(lines) == 6, "one line an iteration, whatever the number of ranks"

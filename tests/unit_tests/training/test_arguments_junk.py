@@ -17,7 +17,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(FLAGS), st.lists(values, max_size=3)), max_size=4))
 def test_junk_values(pairs: list[tuple[str, list[str]]]) -> None:
     line = [word for flag, words in pairs for word in [flag, *words]]
