@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core import device
+from megatron.core.fusions.kernels import kernels_run_on
 
 WeightGradQueue = list[tuple[Any, torch.Tensor, torch.Tensor]]  # arguments of write_weight_grad
 _put_off: WeightGradQueue | None = None  # not of a thread: autograd calls backwards from threads of its own
@@ -71,6 +72,26 @@ def add_to_main_grad(param: Any, grad: torch.Tensor) -> None:
     else:
         param.main_grad.copy_(grad)
     _mark_written(param)
+
+
+def bias_grad(grad_output: torch.Tensor) -> torch.Tensor:
+    """[tokens, out] -> [out]: the sum over tokens."""
+    if kernels_run_on(grad_output) and grad_output.stride(1) == 1:
+        from megatron.core.fusions.kernels import gradients
+
+        return gradients.column_sums(grad_output)
+    return grad_output.sum(dim=0)
+
+
+def write_embedding_grad(weight: Any, ids: torch.Tensor, grad: torch.Tensor) -> None:
+    """main_grad[ids[i]] += grad[i] for ids int64 [tokens] that are not below 0, grad [tokens, h], by a Triton kernel."""
+    from megatron.core.fusions.kernels import gradients
+
+    if not weight.main_grad_filled:
+        weight.main_grad.zero_()
+    if ids.numel():
+        gradients.add_rows(weight.main_grad, ids, grad)
+    _mark_written(weight)
 
 
 def _mark_written(param: Any) -> None:

@@ -12,11 +12,16 @@ from megatron.core import device
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.fusions.fused_layer_norm import norm
 from megatron.core.fusions.fused_rope import fused_apply_rotary
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import fused_optimizers
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.moe import permutation
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from megatron.core.fusions import kernels
+from megatron.core.fusions.kernels import adam as adam_kernels
+from megatron.core.fusions.kernels import gradients as gradient_kernels
 from megatron.core.fusions.kernels import permute as permute_kernels
 
 pytestmark = [pytest.mark.gpu] if device.has_accelerator() else []
@@ -112,6 +117,8 @@ def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, interleaved: 
     packed = rand(5, 2, heads * width + 3).to(dtype)  # as in a projection with keys and values behind
     run = lambda x: fused_apply_rotary(x[..., : heads * width].unflatten(-1, (heads, width)), freqs, interleaved)  # noqa: E731
     assert_twins(both(monkeypatch, run, packed), dtype)
+    grouped = lambda x: fused_apply_rotary(x[..., : 2 * heads * width].unflatten(-1, (2, heads, width)), freqs, interleaved)  # noqa: E731
+    assert_twins(both(monkeypatch, grouped, rand(5, 2, 2 * heads * width + 3).to(dtype)), dtype)
 
 
 @pytest.mark.parametrize("dtype", TWINS)
@@ -150,3 +157,69 @@ def test_cross_entropy_of_logits_that_are_not_finite(monkeypatch: pytest.MonkeyP
     fast, plain = both(monkeypatch, lambda x, y: vocab_parallel_cross_entropy(x, y), logits, labels)
     assert fast[0].isfinite().tolist() == plain[0].isfinite().tolist() == [[True], [False], [False], [True]]
     torch.testing.assert_close(fast[1][[0, 3]], plain[1][[0, 3]])
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_adam(monkeypatch: pytest.MonkeyPatch, decoupled: bool, scaled: bool) -> None:
+    """Three updates and a skipped one; parameters of an odd size, a bf16 copy, a bf16 gradient."""
+    monkeypatch.setattr(fused_optimizers, "KERNEL_ELEMENTS", 100)
+    where = device.current_device()
+    found = []
+    for on in (True, False):
+        monkeypatch.setattr(kernels, "interpreted", on and not device.has_accelerator())
+        monkeypatch.setattr(kernels, "available", lambda package, on=on: on)
+        torch.manual_seed(5)
+        params = [torch.randn(size, device=where) for size in (7, 2 * adam_kernels.BLOCK + 3, 130)]
+        targets = [None, torch.zeros(params[1].shape, device=where).bfloat16(), torch.zeros(130, device=where)]
+        optimizer = fused_optimizers.FusedAdam([{"params": params, "lr": 1e-2, "weight_decay": 0.1}], (0.9, 0.95), 1e-8, decoupled)
+        for skip in (0.0, 1.0, 0.0, 0.0):
+            grads = [torch.randn(param.shape, device=where) for param in params]
+            scale = torch.tensor(8.0, device=where) if scaled else None
+            before = [param.clone() for param in params]
+            optimizer.step(grads, scale, torch.tensor(skip, device=where), targets)
+            assert (skip == 1.0) == all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+        found.append([*params, *targets[1:], *(state for param in params for state in optimizer.state[param].values())])
+    for fast, plain in zip(*found, strict=True):
+        tolerance = 2.0**-7 if plain.dtype is torch.bfloat16 else 3e-6
+        torch.testing.assert_close(fast, plain, rtol=tolerance, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 600), st.booleans(), DTYPES)
+def test_column_sums(rows: int, columns: int, strided: bool, dtype: torch.dtype) -> None:
+    x = rand(rows, columns + 5).to(dtype)[:, :columns] if strided else rand(rows, columns).to(dtype)
+    plain = x.to(torch.promote_types(dtype, torch.float32)).sum(dim=0).to(dtype)
+    torch.testing.assert_close(gradient_kernels.column_sums(x), plain, rtol=max(ONE_ROUNDING[dtype], 1e-6), atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 600), DTYPES)
+def test_rows_added_by_id(count: int, table_rows: int, width: int, dtype: torch.dtype) -> None:
+    """Ids that come several times, and ids that are left out."""
+    wide = torch.promote_types(dtype, torch.float32)
+    table, grad = rand(table_rows, width).to(wide), rand(count, width).to(dtype)
+    ids = torch.randint(-1, table_rows, (count,), device=table.device)
+    plain = table.clone()
+    for row, values in zip(ids.tolist(), grad, strict=True):
+        if row >= 0:
+            plain[row] += values.to(wide)
+    gradient_kernels.add_rows(table, ids, grad)
+    assert torch.equal(table, plain)
+
+
+def test_an_embedding_writes_its_gradient_into_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over what another micro batch or a tied head has written, or first of all."""
+    monkeypatch.setattr(kernels, "interpreted", not device.has_accelerator())
+    config = ModelParallelConfig(gradient_accumulation_fusion=True)
+    layer = VocabParallelEmbedding(11, 6, init_method=torch.nn.init.normal_, config=config)
+    ids = torch.tensor([[1, 3], [3, 10]], device=device.current_device())
+    (plain,) = torch.autograd.grad(layer(ids).square().sum(), layer.weight)
+    layer.weight.main_grad = torch.full_like(layer.weight, 7.0)
+    ready = layer.weight.grad_ready = mock.Mock()
+    for filled, expected in ((False, plain), (True, 2 * plain)):
+        layer.weight.main_grad_filled = filled
+        layer(ids).square().sum().backward()
+        assert layer.weight.grad is None and layer.weight.main_grad_filled
+        torch.testing.assert_close(layer.weight.main_grad, expected)
+    assert ready.call_count == 2

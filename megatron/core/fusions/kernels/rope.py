@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _turn(
-    t, cos, sin, out, batch, heads, half, width, stride_s, stride_b, stride_h, sign,
+    t, cos, sin, out, batch, heads, heads_each, half, width, stride_s, stride_b, stride_g, stride_h, sign,
     INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)  # of s * batch
@@ -17,7 +17,7 @@ def _turn(
     there = (head < heads) & (pair < half)
     c = tl.load(cos + position * half + pair, mask=pair < half, other=0.0).to(WIDE)
     s = tl.load(sin + position * half + pair, mask=pair < half, other=0.0).to(WIDE) * sign
-    source = t + position * stride_s + sample * stride_b + head * stride_h
+    source = t + position * stride_s + sample * stride_b + (head // heads_each) * stride_g + (head % heads_each) * stride_h
     target = out + (token * heads + head) * width
     first = tl.where(INTERLEAVED, 2 * pair, pair)
     second = tl.where(INTERLEAVED, 2 * pair + 1, pair + half)
@@ -32,18 +32,20 @@ def _turn(
 
 
 def turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool = False) -> torch.Tensor:
-    """t [s, b, heads, d], its last dim contiguous; cos and sin [s, 1, 1, width / 2] contiguous, width <= d -> a new tensor like t.
-
-    back: by the negative angles.
+    """t [s, b, heads, d], or [s, b, groups, heads of one, d], its last dim contiguous; cos and sin [s, 1, 1, width / 2] contiguous, width
+    <= d -> a new tensor [s, b, heads, d]. back: by the negative angles.
     """
-    length, batch, heads, width = t.shape
+    length, batch, width = t.shape[0], t.shape[1], t.shape[-1]
+    t = t if t.dim() == 5 else t.unsqueeze(2)
+    heads_each = t.shape[3]
+    heads = t.shape[2] * heads_each
     half = cos.shape[-1]
-    out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    out = torch.empty(length, batch, heads, width, dtype=t.dtype, device=t.device)
     rest = width - 2 * half
     padded = triton.next_power_of_2(half)
     block = max(1, min(triton.next_power_of_2(heads), 2048 // padded))
     _turn[(length * batch, triton.cdiv(heads, block))](
-        t, cos, sin, out, batch, heads, half, width, t.stride(0), t.stride(1), t.stride(2), -1.0 if back else 1.0,
+        t, cos, sin, out, batch, heads, heads_each, half, width, *t.stride()[:4], -1.0 if back else 1.0,
         INTERLEAVED=interleaved, WIDE=tl.float64 if t.dtype is torch.float64 else tl.float32, HEADS=block, HALF=padded,
         REST=triton.next_power_of_2(rest) if rest else 0,
     )  # fmt: skip
