@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, declare, local_shape
 from megatron.core.tensor_parallel.utils import VocabUtility
-from megatron.core.tensor_parallel.weight_grad import bias_grad, weight_grad, write_embedding_grad
+from megatron.core.tensor_parallel.weight_grad import weight_grad, write_embedding_grad
 from megatron.core.utils import Group, divide, get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
 
 
@@ -95,7 +95,7 @@ class _Linear(torch.autograd.Function):
             if gathering is not None:
                 gathering.wait()
             grad_weight = weight_grad(weight, grad_2d, gathered.reshape(-1, gathered.shape[-1]), fuse_weight_grad)
-        grad_bias = bias_grad(grad_2d) if needs_bias and ctx.has_bias else None
+        grad_bias = grad_2d.sum(dim=0) if needs_bias and ctx.has_bias else None
         if reduced is not None:
             reduced()
         return grad_input, grad_weight, grad_bias, *[None] * 6

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -38,10 +39,16 @@ class TokenCounts:
     def __init__(self, on_device: torch.Tensor, on_host: list[int] | None = None) -> None:
         self.on_device = on_device
         self._on_host = on_host
+        self._on_its_way: device.HostCopy | None = None
+
+    def prefetch(self) -> None:
+        """Start the copy that a later `tolist` will want."""
+        if self._on_host is None and self._on_its_way is None:
+            self._on_its_way = device.HostCopy(self.on_device)
 
     def tolist(self) -> list[int]:
         if self._on_host is None:
-            self._on_host = self.on_device.tolist()
+            self._on_host = (self._on_its_way or self.on_device).tolist()
         return self._on_host
 
 
