@@ -21,6 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
@@ -29,7 +30,7 @@ def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) 
     """The training, validation and test sets; each sample is a window of seq_length tokens cut from shuffled documents."""
     args = get_args()
     config = gpt_dataset_config_from_args(args, get_tokenizer())
-    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    dataset_class: Any = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset_class, train_valid_test_num_samples, lambda: True, config).build()
 
 

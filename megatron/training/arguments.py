@@ -448,6 +448,10 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
         "tokenizer": tokenizer,
         "create_attention_mask": args.reset_attention_mask,  # a causal mask needs no tensor
     }
+    if args.fim_data:
+        from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig, fim_settings
+
+        return GPTFIMDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values | fim_settings(args)))
     return GPTDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values))
 
 
