@@ -436,6 +436,7 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
     from megatron.core.datasets.utils import get_blend_from_list
 
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    square = args.reset_attention_mask and not checks_layout.packs_documents(args)
     values: dict[str, Any] = {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -446,7 +447,9 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
         "mock": args.mock_data,
         "vocab_size": getattr(tokenizer, "vocab_size", args.padded_vocab_size),
         "tokenizer": tokenizer,
-        "create_attention_mask": args.reset_attention_mask,  # a causal mask needs no tensor
+        # a causal mask needs no tensor, nor do packed documents
+        "create_attention_mask": square,
+        "reset_attention_mask": square,
     }
     if args.fim_data:
         from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig, fim_settings

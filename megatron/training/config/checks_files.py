@@ -68,6 +68,10 @@ def check_data_files(args: Args) -> Iterator[Problem]:
         except ValueError:
             yield problem(args, dest, "weights must not be negative, nor all 0", example)
         for prefix in prefixes:
+            if args.sft:
+                if not os.path.isfile(prefix):
+                    yield Problem(name_of(dest), prefix, "no such file", "with --sft, a file of JSON lines, each a conversation")
+                continue
             missing = [prefix + end for end in (".bin", ".idx") if not is_remote(prefix) and not os.path.isfile(prefix + end)]
             if missing:
                 suffixed = prefix.endswith((".bin", ".idx"))

@@ -46,7 +46,7 @@ class DataFlags:
         True,
         "No attention mask from the loader.",
         names=("--no-create-attention-mask-in-dataloader",),
-        no_effect="the loader makes a mask only where --reset-attention-mask needs one",
+        no_effect="the loader makes a mask only where --reset-attention-mask cannot go by packed sequences",
     )
     mmap_bin_files: bool = flag(True, "Read .bin files instead of mapping them.", names=("--no-mmap-bin-files",))
     num_dataset_builder_threads: int = flag(
