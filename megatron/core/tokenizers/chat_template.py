@@ -128,11 +128,15 @@ class ChatTemplate:
     def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The text of a conversation, and [begin, end) of what the assistant says in it, in characters.
 
-        By the template's {% generation %}; where it has none, an answer is what a turn adds to the text that asks for it. Raises ValueError
-        where neither tells.
+        By the template's {% generation %}; where it has none, by comparing what it makes of parts of the conversation. Raises ValueError
+        where that does not tell.
         """
         if self._marks_answers:
             return _cut_marks(self._render(messages, False))
+        return self._by_prefixes(messages) or self._by_places(messages)
+
+    def _by_prefixes(self, messages: Sequence[Message]) -> tuple[str, list[Span]] | None:
+        """An answer is what a turn adds to the text that asks for it. None where a turn is written otherwise once others follow."""
         text, answers = self.render(messages), []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -140,9 +144,32 @@ class ChatTemplate:
             asked = self.render(messages[:turn], True) if turn else ""
             answered = self.render(messages[: turn + 1])
             if not (text.startswith(answered) and answered.startswith(asked)):
-                rule = "writes a turn otherwise once others follow, so that answers cannot be told from prompts"
-                raise ValueError(f"the chat template {rule}; give one (--chat-template) with {{% generation %}} around answers")
+                return None
             answers.append((len(asked), len(answered)))
+        return text, answers
+
+    def _by_places(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Answers are found by what stands in their place: from behind the text that asks for one to what ends the turn."""
+        rule = "writes a turn otherwise once others follow, so that answers cannot be told from prompts"
+        error = ValueError(f"the chat template {rule}; give one (--chat-template) with {{% generation %}} around answers")
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        places = {turn: f"\0answer {turn}\0" for turn in turns}
+        stand_ins = [{**message, "content": places.get(turn, message["content"])} for turn, message in enumerate(messages)]
+        text, rest, answers = "", self.render(stand_ins), []
+        for turn in turns:
+            before, found, rest = rest.partition(places[turn])
+            without, asked = (self.render(stand_ins[:turn], prompt) if turn else "" for prompt in (False, True))
+            prompt = asked.removeprefix(without)
+            _, _, ending = self.render(stand_ins[: turn + 1]).rpartition(places[turn])
+            if not found or prompt not in before or not rest.startswith(ending):
+                raise error
+            text += before
+            begin = len(text) - len(before) + before.rindex(prompt) + len(prompt)
+            text += messages[turn]["content"]
+            answers.append((begin, len(text) + len(ending)))
+        text += rest
+        if text != self.render(messages):
+            raise error
         return text, answers
 
 

@@ -5,10 +5,11 @@ import json
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import MegatronTokenizer, build_tokenizer
 
 LANGUAGES = ("en", "de", "ja", "code")
 GPT2 = {"vocab_file": "gpt2/vocab.json", "merge_file": "gpt2/merges.txt"}
@@ -66,8 +67,9 @@ def texts(language: str) -> list[str]:
         return [json.loads(line)["text"][:6000] for line in itertools.islice(file, 0, 200, 20)]
 
 
-def make(kind: str, files: dict[str, str], **options):
-    return build_tokenizer(tokenizer_type=kind, **{flag: str(real(f"tokenizers/{name}")) for flag, name in files.items()}, **options)
+def make(kind: str, files: dict[str, str], **options: Any) -> MegatronTokenizer:
+    options |= {flag: str(real(f"tokenizers/{name}")) for flag, name in files.items()}
+    return build_tokenizer(tokenizer_type=kind, **options)
 
 
 def names(cases):
@@ -118,7 +120,8 @@ def test_bert_ids_are_those_of_its_own_tokenizer_json():
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_file(str(real("tokenizers/bert/tokenizer.json")))
-    backend.no_truncation(), backend.no_padding()
+    backend.no_truncation()
+    backend.no_padding()
     tokenizer = make("BertWordPieceLowerCase", {"vocab_file": "bert/vocab.txt"})
     for language in LANGUAGES:
         expected = [encoding.ids for encoding in backend.encode_batch_fast(texts(language), add_special_tokens=False)]
@@ -133,3 +136,6 @@ def test_chat_templates_that_models_carry(name):
     said = tokenizer.detokenize([token for token, mine in zip(ids, answer) if mine])
     assert "Gut, 日本 🙂\n  so" in said and "Wie" not in said and "user" not in said.lower()
     assert [token for token, mine in zip(ids, answer) if mine][-1] in tokenizer._closing_ids, "the end of the turn is learned"
+    several = tokenizer.tokenize_conversation([*messages, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
+    said = tokenizer.detokenize([token for token, mine in zip(*several) if mine])
+    assert said.startswith("Gut, 日本 🙂\n  so<|im_end|>") and said.endswith("4<|im_end|>") and "2+2" not in said

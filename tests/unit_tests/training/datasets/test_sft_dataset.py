@@ -102,6 +102,15 @@ def test_both_ways_to_find_answers_agree(folder, generation):
     assert make(folder, chat_template=block).tokenize_conversation(CHAT) == make(folder).tokenize_conversation(CHAT)
 
 
+def test_a_template_that_writes_the_last_turn_otherwise(folder):
+    """As those of models that think: only the last answer shows its (empty) thoughts."""
+    thinks = TEMPLATE.replace("message.role + '\\n' + ", "message.role + '\\n' + ('<think></think>' if loop.last else '') + ")
+    assert thinks != TEMPLATE
+    tokenizer = make(folder, chat_template=thinks)
+    assert learned(tokenizer, CHAT) == ["the quick<|end|>", "<think></think>  indented\n\n  日本 🙂<|end|>"]
+    assert learned(tokenizer, [CHAT[0], {"role": "assistant", "content": "x"}, *CHAT[2:]])[0] == "x<|end|>"
+
+
 def test_conversations_that_cannot_be_written_say_why(folder):
     tokenizer = make(folder)
     for messages, rule in [
@@ -113,7 +122,7 @@ def test_conversations_that_cannot_be_written_say_why(folder):
     ]:
         with pytest.raises(ValueError, match=rule):
             tokenizer.tokenize_conversation(messages)
-    rewrites = "{% for m in messages %}{{ m.content if loop.last else '' }}{% endfor %}"
+    rewrites = "{% for m in messages %}{{ m.content if loop.last else m.content[:2] }}{% endfor %}"
     with pytest.raises(ValueError, match="writes a turn otherwise once others follow"):
         make(folder, chat_template=rewrites).tokenize_conversation(CHAT)
     with pytest.raises(ValueError, match="refuses the conversation: only users"):
