@@ -86,7 +86,7 @@ def get_batch(data_iterator: Iterator, eod: int | None = None) -> Batch:
     if begins is not None:
         packed = packed_seq_params_of(begins, where)
         batch = {name: batch[name].reshape(1, -1) for name in ("tokens", "labels", "loss_mask", "position_ids")}
-    data = {name: value.to(where, non_blocking=True) for name, value in get_batch_on_this_cp_rank(batch).items()}
+    data = {name: value.to(where, non_blocking=True) for name, value in get_batch_on_this_cp_rank(batch, packed_seq_params=packed).items()}
     return data["tokens"], data["labels"], data["loss_mask"], data.get("attention_mask"), data["position_ids"], packed
 
 

@@ -451,6 +451,11 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
         "create_attention_mask": square,
         "reset_attention_mask": square,
     }
+    if args.sft:
+        from megatron.training.datasets.sft_dataset import SFTDatasetConfig
+
+        values["multiple"] = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+        return SFTDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values))
     if args.fim_data:
         from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig, fim_settings
 

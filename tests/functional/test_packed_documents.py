@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import checks_layout
-from tests.functional.runner import TINY, on, train, write_corpus
+from tests.functional.runner import TINY, on, torchrun, train, write_corpus
 
 EOD = 100
 RESET = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -74,6 +74,21 @@ def test_rows_that_are_not_marked_stay_rows() -> None:
     batch = batch_of(torch.zeros(2, 8, dtype=torch.long))
     tokens, *_, packed = pretrain_gpt.get_batch(iter([batch]))
     assert packed is None and tokens.shape == (2, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2", "--context-parallel-size 2", ""]
+)
+def test_documents_are_the_same_on_two_ranks(tmp_path: Path, layout: str) -> None:
+    """With context parallelism by the square mask, else by packed sequences; the last are two data-parallel ranks."""
+    corpus = short_documents(tmp_path)
+    flags = f"{RESET} --position-embedding-type rope --micro-batch-size 1 --recompute-granularity full --recompute-method uniform"
+    flags += " --recompute-num-layers 1 --calculate-per-token-loss"
+    alone, spread = train(*on(corpus, flags)), torchrun(2, *on(corpus, flags, layout))
+    assert alone.code == spread.code == 0, alone.err + spread.err
+    assert spread.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    assert spread.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
 
 
 def test_where_documents_cannot_be_packed_the_mask_remains(tmp_path: Path) -> None:

@@ -106,9 +106,6 @@ def check_sft(args: Args) -> Iterator[Problem]:
         return
     if args.tokenizer_type is not None and args.tokenizer_type not in WITH_CHAT_TEMPLATE:
         yield problem(args, "tokenizer_type", "has no chat template, which --sft writes conversations by", "SFTTokenizer")
-    if args.context_parallel_size > 1:
-        rule = "cuts sequences at multiples of 2 x its size, and --sft does not pad conversations to that yet"
-        yield problem(args, "context_parallel_size", rule, 1)
     if args.micro_batch_size and args.micro_batch_size > 1 and (args.pipeline_model_parallel_size > 1 or args.num_experts):
         reason = "pipeline stages" if args.pipeline_model_parallel_size > 1 else "experts' balance losses"
         yield problem(args, "micro_batch_size", f"--sft packs conversations into one row, and {reason} count on rows of --seq-length", 1)

@@ -11,6 +11,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,22 @@ from megatron.core.tokenizers.base import Message
 
 logger = logging.getLogger(__name__)
 ARRAYS = ("tokens", "answer", "ends", "counts")
+
+
+@dataclass
+class SFTDatasetConfig(GPTDatasetConfig):
+    """Settings of SFTDataset, beside GPTDataset's."""
+
+    multiple: int = 1
+    """places of a conversation are filled up to a multiple of this: 2 x the context-parallel size, whose ranks divide each conversation"""
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.multiple < 1 or self.sequence_length % self.multiple:
+            found.append(
+                f"sequence_length {self.sequence_length} must be a multiple of {self.multiple}, to which conversations are filled up"
+            )
+        return found
 
 
 class ConversationFile:
@@ -78,7 +95,7 @@ class SFTDataset(torch.utils.data.Dataset):
     num_samples      samples wanted; the conversations are gone through as often as that takes, each time in another order. None: once
 
     `ds[i]`: tokens, labels, position_ids int64 [s]; loss_mask fp32 [s], 1 where the label is the assistant's; document_begins bool [s],
-    True at the first token of each conversation, and of the padding. Positions begin at 0 with each.
+    True at the first token of each conversation, and of the padding at the end. Positions begin at 0 with each.
     Conversations of more than s + 1 tokens are cut there; those without anything to learn are left out; a warning says how many.
     Raises ValueError, naming path and line, for what is no conversation.
     """
@@ -90,7 +107,7 @@ class SFTDataset(torch.utils.data.Dataset):
         indexed_indices: np.ndarray,
         num_samples: int | None,
         index_split: Split,
-        config: GPTDatasetConfig,
+        config: SFTDatasetConfig,
     ) -> None:
         self.dataset, self.dataset_path, self.indices = indexed_dataset, dataset_path, indexed_indices
         self.num_samples, self.index_split, self.config = num_samples, index_split, config
@@ -106,7 +123,7 @@ class SFTDataset(torch.utils.data.Dataset):
         cache = IndexCache(self._cache_folder(), type(self).__name__, index_split.name, self.unique_description, ARRAYS)
         self.tokens, self.answer, self.ends, counts = cache.load_or_build(self._tokenize, _problem)
         self._report(*counts.tolist())
-        lengths = np.diff(self.ends, prepend=0) - 1  # places of a sample
+        lengths = self._places(np.diff(self.ends, prepend=0) - 1)
         wanted = num_samples if num_samples else None
         self.order, self.sample_starts = pack(lengths, config.sequence_length, wanted, config.random_seed)
 
@@ -118,6 +135,10 @@ class SFTDataset(torch.utils.data.Dataset):
     def numel_low_level_dataset(low_level_dataset: ConversationFile) -> int:
         """Number of conversations, which splits divide."""
         return len(low_level_dataset)
+
+    def _places(self, length: Any) -> Any:
+        """Places of a sample that `length` pairs of token and label take."""
+        return -(-length // self.config.multiple) * self.config.multiple
 
     def _cache_folder(self) -> str:
         return self.config.path_to_cache or os.path.join(os.path.dirname(os.path.abspath(self.dataset_path)), "cache", "SFTDataset_indices")
@@ -171,9 +192,10 @@ class SFTDataset(torch.utils.data.Dataset):
             here = slice(place, place + end - first - 1)
             tokens[here], labels[here] = self.tokens[first : end - 1], self.tokens[first + 1 : end]
             loss_mask[here] = self.answer[first + 1 : end]  # of the label: the answer's first token bears loss, whoever spoke before
-            positions[here] = np.arange(end - first - 1)
             begins[place] = True
-            place = here.stop
+            filled = place + self._places(end - first - 1)
+            positions[place:filled] = np.arange(filled - place)
+            place = filled
         positions[place:] = np.arange(length - place)
         begins[place : place + 1] = True
         return {

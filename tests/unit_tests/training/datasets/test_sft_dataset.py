@@ -3,6 +3,7 @@
 import json
 import logging
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -12,16 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import cu_seqlens_of, packed_documents, packed_seq_params_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.datasets.sft_dataset import ConversationFile, SFTDataset, pack
+from megatron.training.datasets.sft_dataset import ConversationFile, SFTDataset, SFTDatasetConfig, pack
 from pretrain_gpt import get_batch
-from tests.functional.runner import train
+from tests.functional.runner import torchrun, train
 
 MARKS = ["<|endoftext|>", "<s>", "<|user|>", "<|end|>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"]
 # pad is EOS here: padding must be told by its place
@@ -141,7 +141,7 @@ def write(path, conversations):
 def build(folder, path, size=None, **changes):
     tokenizer = make(folder)
     options = {"random_seed": 1, "sequence_length": 64, "blend": ([path], None), "split": "100,0,0", "tokenizer": tokenizer}
-    config = GPTDatasetConfig(**(options | {"vocab_size": tokenizer.vocab_size, "create_attention_mask": False} | changes))
+    config = SFTDatasetConfig(**(options | {"vocab_size": tokenizer.vocab_size, "create_attention_mask": False} | changes))
     return BlendedMegatronDatasetBuilder(SFTDataset, (size, 0, 0), lambda: True, config).build()[0]
 
 
@@ -159,8 +159,11 @@ def pairs_of(sample):
     return found
 
 
-def test_packed_and_alone_learn_the_same_pairs(folder, tmp_path):
-    dataset = build(folder, write(tmp_path / "chats.jsonl", CONVERSATIONS), sequence_length=200)
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_packed_and_alone_learn_the_same_pairs(folder, tmp_path, multiple):
+    dataset = build(folder, write(tmp_path / "chats.jsonl", CONVERSATIONS), sequence_length=200, multiple=multiple)
+    for sample in (dataset[number] for number in range(len(dataset))):
+        assert (sample["document_begins"].nonzero() % multiple == 0).all()
     packed = Counter(pair for number in range(len(dataset)) for pair in pairs_of(dataset[number]))
     alone: Counter = Counter()
     for messages in CONVERSATIONS:
@@ -249,9 +252,9 @@ FLAGS = (
 )
 
 
-def sft(folder, path, *more, micro=1, position="learned_absolute"):
+def sft(folder, path, *more, micro=1, position="learned_absolute", run=train):
     flags = FLAGS.format(micro=micro, position=position)
-    return train(flags, "--tokenizer-model", folder, "--data-path", path, "--data-cache-path", path.parent / "cache", *more)
+    return run(flags, "--tokenizer-model", folder, "--data-path", path, "--data-cache-path", path.parent / "cache", *more)
 
 
 @pytest.mark.parametrize("position", ["learned_absolute", "rope"])
@@ -279,6 +282,24 @@ def test_a_changed_conversation_changes_no_other_ones_loss(folder, tmp_path):
         losses.append(model(ids, positions, square, labels=labels, packed_seq_params=packed)[0])
     differ = losses[0] != losses[1]
     assert differ[begins[1] : begins[2]].all() and not differ[: begins[1]].any() and not differ[begins[2] :].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "context", "data"])
+def test_two_ranks_learn_as_one(folder, tmp_path, kind):
+    """Context parallelism fills conversations up, here of 57 to 60 places to 60: two to a sample, with it and without."""
+    path, base = tmp_path / "chats.jsonl", len(make(folder).tokenize_conversation(chat("Hi", "")).ids) - 1
+    conversations = [chat("Hi", "x" * (57 + number % 4 - base)) for number in range(9)]
+    assert [len(make(folder).tokenize_conversation(c).ids) - 1 for c in conversations[:4]] == [57, 58, 59, 60]
+    write(path, conversations)
+    layout = {"tensor": "--tensor-model-parallel-size 2 --sequence-parallel"}.get(kind, f"--{kind}-model-parallel-size 2")
+    layout = {"context": "--context-parallel-size 2", "data": ""}.get(kind, layout)
+    more = ("--calculate-per-token-loss --seq-length 128 --max-position-embeddings 128",)
+    alone = sft(folder, path, *more, position="rope")
+    spread = sft(folder, path, *more, layout, position="rope", run=partial(torchrun, 2))
+    assert alone.code == spread.code == 0, alone.err + spread.err
+    assert spread.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    assert spread.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
 
 
 def test_what_does_not_go_with_conversations_is_refused_by_name(folder, tmp_path):
