@@ -1,6 +1,6 @@
 """GPT-2's byte-level BPE, and whatever a Hugging Face tokenizer.json describes.
 
-`transformers` is used only for names that are not local files; importing it takes seconds.
+`transformers` is used only for names on the hub that have no tokenizer.json; importing it takes seconds.
 """
 
 import hashlib
@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from megatron.core.optional_imports import require
+from megatron.core.optional_imports import MissingPackageError, require
 from megatron.core.tokenizers.base import MegatronTokenizer, TokenizerFileError, need_file, sha256_of_file, starts_of_pieces, unicode_texts
 from megatron.core.tokenizers.byte_bpe import GPT2_PATTERN, ByteBPE, byte_of_letter, merges_follow_ids
 from megatron.core.tokenizers.chat_template import OWN_FORMAT, read_template, template_of_folder, template_of_format
 
 # a tokenizer.json alone does not say which of its tokens ends a text
 USUAL_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 # sha256 of GPT-2's own vocab.json and merges.txt, for which `merges_follow_ids` holds (a test looks); it takes a second
 PROVEN = (
     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -225,20 +226,32 @@ class HuggingFaceTokenizer(_FastTokenizer):
             self._names.update({"eos_token": found} if found else {})
 
     def _load_named(self, name: str, trust_remote_code: bool) -> None:
-        transformers = require("transformers", f"--tokenizer-model {name} (no local file or folder, so a name on the hub)")
+        """The files of a name on the hub as those of a folder, so that ids and identity are the same; what has no tokenizer.json by
+        `transformers`."""
+        purpose = f"--tokenizer-model {name} (no local file or folder, so a name on the hub)"
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            folder = require("huggingface_hub", purpose).snapshot_download(name, allow_patterns=HUB_FILES)
+        except MissingPackageError:
+            raise
         except Exception as error:  # network, name, and file errors of several libraries
             reason = (str(error) or repr(error)).splitlines()[0]
             raise TokenizerFileError(f"--tokenizer-model {name}: no local file or folder, and not on the hub ({reason})") from None
+        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            self._load_local(folder)
+            return
+        transformers = require("transformers", purpose)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            reason = (str(error) or repr(error)).splitlines()[0]
+            raise TokenizerFileError(
+                f"--tokenizer-model {name}: has no tokenizer.json, and transformers has none for it ({reason})"
+            ) from None
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is None:
             raise TokenizerFileError(f"--tokenizer-model {name}: has no fast tokenizer (tokenizer.json)")
         self.paths = []
-        try:  # what was fetched; so the identity is that of the same files in a folder
-            self.paths = [str(transformers.utils.hub.cached_file(name, "tokenizer.json"))]
-        except (OSError, ValueError, AttributeError):
-            self.unique_identifiers["tokenizer_json"] = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        self.unique_identifiers["tokenizer_json"] = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
         self._names = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         self.chat_template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
 

@@ -221,14 +221,16 @@ def pack(lengths: np.ndarray, capacity: int, num_samples: int | None, seed: int)
     """
     orders: list[np.ndarray] = []
     starts = [0]
-    ends = np.zeros(1, dtype=np.int64)  # ends[i]: places of the first i conversations of the line
-    while True:
+    line = np.empty(0, dtype=np.int32)  # conversations behind the last start
+    while num_samples is None or len(starts) <= num_samples:
         orders.append(np.random.RandomState([seed % 2**32, len(orders)]).permutation(len(lengths)).astype(np.int32))
-        ends = np.concatenate([ends, ends[-1] + np.cumsum(lengths[orders[-1]], dtype=np.int64)])
-        while True:
-            stop = int(np.searchsorted(ends, ends[starts[-1]] + capacity, side="right")) - 1
-            if stop >= len(ends) - 1:  # the next epoch may have more that fits
-                break
-            starts.append(stop)
-        if num_samples is None or len(starts) > num_samples:
-            return np.concatenate(orders), np.array([*starts, len(ends) - 1], dtype=np.int64)
+        line = np.concatenate([line, orders[-1]])
+        ends = np.concatenate([[0], np.cumsum(lengths[line], dtype=np.int64)])
+        first, begun = 0, starts[-1]
+        while (stop := int(np.searchsorted(ends, ends[first] + capacity, side="right")) - 1) < len(line):
+            starts.append(begun + stop)
+            first = stop
+        line = line[first:]  # the next epoch may have more that fits
+        if num_samples is None:
+            break
+    return np.concatenate(orders), np.array([*starts, starts[-1] + len(line)], dtype=np.int64)

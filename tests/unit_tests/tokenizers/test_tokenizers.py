@@ -121,6 +121,17 @@ def test_sentencepiece_special_ids(models):
     assert make(models, "Llama2Tokenizer").tokenize("the") == [1, *plain.tokenize("the")]
 
 
+def test_a_model_without_byte_pieces_loses_what_it_does_not_know_and_no_more(golden):
+    tokenizer = build_tokenizer(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(golden / "tokens" / "sp1000.model"))
+    text = "In the beginning God created the heaven and the earth."
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize(ids) == text and tokenizer.offsets(ids, text)[0] == 0
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.pad, tokenizer.unk) == (1, 2, None, 0) and tokenizer.vocab_size == 1000
+    vocab, inverse = tokenizer.vocab, tokenizer.inv_vocab
+    assert len(vocab) == len(inverse) == 1000 and [vocab[inverse[token]] for token in ids] == ids
+    assert tokenizer.unk in tokenizer.tokenize("日本")
+
+
 def test_a_tokenizer_without_a_document_end_says_so(models):
     tokenizer = make(models, "SentencePieceTokenizer", tokenizer_model=str(models / "no_eos.model"))
     with pytest.raises(ValueError, match=r"no_eos\.model has no token that ends a document"):
@@ -166,6 +177,24 @@ def test_no_document_is_cut_or_padded_whatever_a_tokenizer_json_prescribes(model
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = make(models, "HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     assert tokenizer.tokenize_batch(LINES) == make(models, "HuggingFaceTokenizer").tokenize_batch(LINES)
+
+
+def test_a_name_on_the_hub_is_its_files(models, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--acme--tiny" / "refs").mkdir()
+    (tmp_path / "models--acme--tiny" / "refs" / "main").write_text("0")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).write_bytes((models / name).read_bytes())
+    named, local = make(models, "HuggingFaceTokenizer", tokenizer_model="acme/tiny"), make(models, "HuggingFaceTokenizer")
+    assert named.fingerprint == local.fingerprint and named.tokenize_batch(TEXTS) == local.tokenize_batch(TEXTS)
+    assert (named.eod, named.pad, named.vocab_size) == (local.eod, local.pad, local.vocab_size)
+    with pytest.raises(ValueError, match="acme/none: no local file or folder, and not on the hub"):
+        make(models, "HuggingFaceTokenizer", tokenizer_model="acme/none")
 
 
 def test_the_fingerprint_is_of_what_decides_ids(models, tmp_path):
