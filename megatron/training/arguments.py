@@ -436,6 +436,7 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
     from megatron.core.datasets.utils import get_blend_from_list
 
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    square = args.reset_attention_mask and not checks_layout.packs_documents(args)
     values: dict[str, Any] = {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -446,8 +447,19 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
         "mock": args.mock_data,
         "vocab_size": getattr(tokenizer, "vocab_size", args.padded_vocab_size),
         "tokenizer": tokenizer,
-        "create_attention_mask": args.reset_attention_mask,  # a causal mask needs no tensor
+        # a causal mask needs no tensor, nor do packed documents
+        "create_attention_mask": square,
+        "reset_attention_mask": square,
     }
+    if args.sft:
+        from megatron.training.datasets.sft_dataset import SFTDatasetConfig
+
+        values["multiple"] = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+        return SFTDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values))
+    if args.fim_data:
+        from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig, fim_settings
+
+        return GPTFIMDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values | fim_settings(args)))
     return GPTDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values))
 
 

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from megatron.core import device, parallel_state
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
-from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
+from megatron.core.tokenizers import build_tokenizer, check_fingerprint, vocab_size_with_padding
 from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import microbatches_calculator_args, was_given
 from megatron.training.config import TokenizerFlags
@@ -24,11 +25,14 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
 
     Rows that are there only to divide the vocabulary over tensor-parallel ranks never enter the softmax: the loss does not depend on the
     layout. A size that was fixed by --padded-vocab-size (or by the checkpoint of another program) enters it whole, as in Megatron-LM.
-    Raises UsageError when the model's vocabulary is too small for the ids that the tokenizer makes.
+    Raises UsageError when the model's vocabulary is too small for the ids that the tokenizer makes, WrongTokenizerError when another one
+    made the data.
     """
     accepted = inspect.signature(build_tokenizer).parameters
     names = [field.name for field in dataclasses.fields(TokenizerFlags) if field.name in accepted]
     tokenizer = build_tokenizer(**{name: getattr(args, name) for name in names})
+    blends = [get_blend_from_list(paths) for paths in _data_lists(args)]
+    check_fingerprint([prefix for blend in blends if blend for prefix in blend[0]], tokenizer)
     padded = vocab_size_with_padding(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     fixed = args.padded_vocab_size if args.provenance.get("padded_vocab_size") != "derived" else None
     if fixed is not None and fixed < tokenizer.vocab_size:
@@ -46,6 +50,11 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
     args.softmax_vocab_size = fixed or vocab_size_with_padding(tokenizer.vocab_size, args.make_vocab_size_divisible_by)
     print_rank_0(f" > {args.tokenizer_type}: {tokenizer.vocab_size} ids, padded to {args.padded_vocab_size}")
     return tokenizer
+
+
+def _data_lists(args: argparse.Namespace) -> list[list[str] | None]:
+    """What names pairs of tokens; conversations (--sft) are text."""
+    return [] if args.mock_data or args.sft else [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
 
 
 def train_iterations(args: argparse.Namespace) -> int:

@@ -75,7 +75,7 @@ def fetch_long_batch(seq: int) -> tuple[int, int, int]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     train_set, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [4, 0, 0], lambda: True, config).build()
     sample = torch.utils.data.default_collate([train_set[0]])
-    tokens, labels, loss_mask, attention_mask, positions = pretrain_gpt.get_batch(iter([sample]))
+    tokens, labels, loss_mask, attention_mask, positions, _ = pretrain_gpt.get_batch(iter([sample]))
     assert attention_mask is None
     held = sum(tensor.numel() * tensor.element_size() for tensor in (tokens, labels, loss_mask, positions))
     return held, int(positions[0, 0]), int(positions[0, -1])

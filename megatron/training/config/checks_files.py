@@ -6,18 +6,21 @@ from collections.abc import Iterator
 
 from megatron.core import optional_imports
 from megatron.core.datasets.utils import get_blend_from_list, normalize, parse_and_normalize_split
-from megatron.core.tokenizers.build import TOKENIZER_TYPES
+from megatron.core.tokenizers.build import TOKENIZER_TYPES, WITH_CHAT_TEMPLATE, WITH_EXTRA_IDS, WITH_SPECIAL_TOKENS
 from megatron.training import checkpoint_names
 from megatron.training.argument_utils import Problem
 from megatron.training.config.checks import Args, name_of, problem
 
 DATA_LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 TOKENIZER_PACKAGES = {
-    "GPT2BPETokenizer": "tokenizers",
+    "BertWordPieceLowerCase": "tokenizers",
+    "BertWordPieceCase": "tokenizers",
+    "GPT2BPETokenizer": "tiktoken",
     "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "HuggingFaceTokenizer": "transformers",
+    "SFTTokenizer": "transformers",
     "TikTokenizer": "tiktoken",
 }
 
@@ -32,6 +35,9 @@ def check_data_source(args: Args) -> Iterator[Problem]:
         yield Problem("--data-path", None, "is required (or --mock-data)", "--data-path PREFIX, where PREFIX.bin and PREFIX.idx exist")
     if args.mock_data and given:
         yield problem(args, given[0], "excludes --mock-data: give one of them", "--mock-data")
+    kinds = [name_of(dest) for dest in ("mock_data", "sft", "fim_data") if getattr(args, dest)]
+    if len(kinds) > 1:
+        yield Problem(kinds[1], None, f"excludes {kinds[0]}: samples are of one kind", "one of them")
     if "data_path" in given and len(given) > 1:
         yield problem(args, given[1], "excludes --data-path: one blend that is split, or one per split", "--data-path")
     if args.split is not None:
@@ -62,6 +68,10 @@ def check_data_files(args: Args) -> Iterator[Problem]:
         except ValueError:
             yield problem(args, dest, "weights must not be negative, nor all 0", example)
         for prefix in prefixes:
+            if args.sft:
+                if not os.path.isfile(prefix):
+                    yield Problem(name_of(dest), prefix, "no such file", "with --sft, a file of JSON lines, each a conversation")
+                continue
             missing = [prefix + end for end in (".bin", ".idx") if not is_remote(prefix) and not os.path.isfile(prefix + end)]
             if missing:
                 suffixed = prefix.endswith((".bin", ".idx"))
@@ -85,16 +95,20 @@ def check_tokenizer(args: Args) -> Iterator[Problem]:
             continue
         if dest == "vocab_size" or is_remote(value):
             continue
-        if kind == "HuggingFaceTokenizer" and os.path.exists(value):
+        on_hub = kind in WITH_CHAT_TEMPLATE
+        if on_hub and os.path.exists(value):
             package = "tokenizers"
-        elif not os.path.exists(value) and (kind != "HuggingFaceTokenizer" or value.startswith((".", "/", "~"))):  # else a name at the hub
+        elif not os.path.exists(value) and (not on_hub or value.startswith((".", "/", "~"))):  # else a name at the hub
             yield problem(args, dest, "no such file", "FILE")
     if package and not optional_imports.available(package):
         yield problem(args, "tokenizer_type", f"needs the package {package}", f"after {optional_imports.INSTALL_COMMAND[package]}")
-    if args.vocab_extra_ids and kind != "SentencePieceTokenizer":
-        yield problem(args, "vocab_extra_ids", f"is for SentencePieceTokenizer, not for {kind}", 0)
-    if args.special_tokens and kind not in ("HuggingFaceTokenizer", "TikTokenizer"):
-        yield problem(args, "special_tokens", f"is for HuggingFaceTokenizer and TikTokenizer, not for {kind}", "leave it out")
+    for dest, types in (
+        ("vocab_extra_ids", WITH_EXTRA_IDS),
+        ("special_tokens", WITH_SPECIAL_TOKENS),
+        ("chat_template", WITH_CHAT_TEMPLATE),
+    ):
+        if getattr(args, dest) and kind not in types:
+            yield problem(args, dest, f"is for {' and '.join(types)}, not for {kind}", 0 if dest == "vocab_extra_ids" else "leave it out")
     if args.padded_vocab_size and args.vocab_size and args.padded_vocab_size < args.vocab_size:
         yield problem(args, "padded_vocab_size", f"must be at least --vocab-size {args.vocab_size}", args.vocab_size)
 
