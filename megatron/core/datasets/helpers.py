@@ -158,7 +158,10 @@ def build_gpt_indices(
     return document_index, sample_index, shuffle_index
 
 
-LANE = 1024  # samples that one lane of the blending order covers
+LANE = 2048  # samples that one lane of the blending order covers
+LANE_NUMBERS = 20_480  # float64 of a matrix [corpora, lanes] that is worked on at once: 160 KB, a core's cache holds a few
+FEW = 24  # corpora up to which it is faster to work on whole matrices than on what was drawn
+NUMBERED_TOGETHER = 1 << 16  # samples, likewise
 SETTLE = 128  # samples by which a lane, started from rounded counts, has nearly always fallen into the true order
 
 
@@ -179,7 +182,7 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
     start = _rounded_counts(weights, early)
     _run_lanes(weights, early[1:], start[:, 1:], SETTLE, None)
     drawn = start.copy()
-    picks = np.zeros((steps, lanes), dtype=np.int16)
+    picks = np.zeros((steps, lanes), dtype=_smallest_dtype(weights))
     _run_lanes(weights, first, drawn, steps, picks)
     while True:
         wrong = 1 + np.flatnonzero((drawn[:, :-1] != start[:, 1:]).any(axis=0))
@@ -189,12 +192,21 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
         counts, again = start[:, wrong], picks[:, wrong]
         _run_lanes(weights, first[wrong], counts, steps, again)
         drawn[:, wrong], picks[:, wrong] = counts, again
-    dataset_index = np.ascontiguousarray(picks.T).reshape(-1)[:size]
-    counts = np.bincount(dataset_index, minlength=len(weights))
-    sample_index = np.empty(size, dtype=np.int64)
-    # a stable sort brings together what each corpus gives, in order: number it from 0
-    sample_index[np.argsort(dataset_index, kind="stable")] = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
-    return dataset_index, sample_index
+    dataset_index = np.ascontiguousarray(picks.T).reshape(-1)[:size].astype(np.int16)
+    return dataset_index, _number_draws(dataset_index, len(weights))
+
+
+def _number_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
+    """For each draw of a blend how often its corpus was drawn before: int64 [size]."""
+    numbers = np.empty(len(dataset_index), dtype=np.int64)
+    drawn = np.zeros(num_datasets, dtype=np.int64)
+    for start in range(0, len(dataset_index), NUMBERED_TOGETHER):
+        picks, part = dataset_index[start : start + NUMBERED_TOGETHER], numbers[start : start + NUMBERED_TOGETHER]
+        for corpus in np.unique(picks) if num_datasets > 32 else range(num_datasets):
+            places = np.flatnonzero(picks == corpus)
+            part[places] = np.arange(drawn[corpus], drawn[corpus] + len(places))
+            drawn[corpus] += len(places)
+    return numbers
 
 
 def _rounded_counts(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -206,20 +218,46 @@ def _rounded_counts(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
     return counts + (rank < missing)
 
 
+def _smallest_dtype(weights: np.ndarray) -> type[np.integer]:
+    return np.uint8 if len(weights) <= 256 else np.int16
+
+
 def _run_lanes(weights: np.ndarray, first: np.ndarray, drawn: np.ndarray, steps: int, picks: np.ndarray | None) -> None:
     """Draw `steps` samples in each lane k, from sample number first[k] on: adds to `drawn` [D, K], fills `picks` [steps, K]."""
-    lanes = np.arange(len(first))
+    width = max(64, LANE_NUMBERS // len(weights))
+    for begin in range(0, len(first), width):
+        block = slice(begin, begin + width)
+        counts = np.ascontiguousarray(drawn[:, block])
+        _run_block(weights, first[block], counts, steps, None if picks is None else picks[:, block])
+        drawn[:, block] = counts
+
+
+def _run_block(weights: np.ndarray, first: np.ndarray, drawn: np.ndarray, steps: int, picks: np.ndarray | None) -> None:
+    """`_run_lanes` for as many lanes as the cache of a core holds."""
+    shape = len(weights), len(first)
+    behind, largest, is_pick = np.empty(shape), np.empty(shape[1]), np.empty(shape, dtype=bool)
+    kind, is_few = _smallest_dtype(weights), shape[0] <= FEW
+    ids, chosen, picked = np.arange(shape[0], dtype=kind)[:, None], np.empty(shape, dtype=kind), np.empty(shape[1], dtype=kind)
+    number, column, lanes = first.astype(np.float64), weights[:, None], np.arange(shape[1])
     for step in range(steps):
-        number = np.maximum(first + step, 1).astype(np.float64)
-        largest = weights[0] * number - drawn[0]
-        pick = np.zeros(len(first), dtype=np.int64)
-        for corpus in range(1, len(weights)):
-            behind = weights[corpus] * number - drawn[corpus]
-            pick[behind > largest] = corpus
-            np.maximum(largest, behind, out=largest)
-        drawn[pick, lanes] += 1
+        np.multiply(column, np.maximum(number, 1.0), out=behind)
+        np.subtract(behind, drawn, out=behind)
+        np.maximum.reduce(behind, axis=0, out=largest)
+        np.equal(behind, largest, out=is_pick)
+        if np.count_nonzero(is_pick) != shape[1]:  # equals: the first one is drawn
+            pick = is_pick.argmax(axis=0)
+            is_pick[:] = False
+            is_pick[pick, lanes] = True
+        if is_few:
+            np.add(drawn, is_pick, out=drawn)
+            np.add.reduce(np.multiply(is_pick, ids, out=chosen), axis=0, dtype=kind, out=picked)
+        else:
+            corpus, lane = np.divmod(np.flatnonzero(is_pick), shape[1])
+            picked[lane] = corpus
+            drawn[corpus, lane] += 1
         if picks is not None:
-            picks[step] = pick
+            picks[step] = picked
+        number += 1
 
 
 def plain_build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
