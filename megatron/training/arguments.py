@@ -447,6 +447,7 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
         "vocab_size": getattr(tokenizer, "vocab_size", args.padded_vocab_size),
         "tokenizer": tokenizer,
         "create_attention_mask": args.reset_attention_mask,  # a causal mask needs no tensor
+        "data_order": getattr(args, "data_order", None),
     }
     return GPTDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values))
 

@@ -18,7 +18,8 @@ from megatron.training.arguments import finalize_args, parse_and_validate
 from megatron.training.callback_setup import build_callbacks
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import checkpoint_args, load_checkpoint, prepare_folder
-from megatron.training.data import build_datasets, build_tokenizer_from_args, num_samples, train_iterations
+from megatron.training.data import build_datasets, build_tokenizer_from_args, train_iterations
+from megatron.training.data_order import DataOrder
 from megatron.training.global_vars import set_global
 from megatron.training.initialize import initialize_megatron, set_timeout
 from megatron.training.model_setup import setup_model_and_optimizer
@@ -75,7 +76,8 @@ def _pretrain(
     update_num_microbatches(state.consumed_train_samples, consistency_check=False)
     args.train_iters = train_iterations(args)
     with phase("building the datasets"):
-        batches, validation, test = build_datasets(args, dataset_provider, num_samples(args))
+        state.data_order = state.data_order or DataOrder.of_this_run(args)
+        batches, validation, test = build_datasets(args, dataset_provider, state.data_order)
     run = TrainingRun(
         model=model,
         optimizer=optimizer,

@@ -16,6 +16,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.helpers import build_gpt_indices
 from megatron.core.datasets.index_cache import IndexCache, describe, description_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.object_storage import is_remote, local_prefix
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -96,12 +97,18 @@ class GPTDataset(torch.utils.data.Dataset):
         self.document_index, self.sample_index, self.shuffle_index = cache.load_or_build(self._build_indices, self._index_problem)
         if len(self) == 0 and num_samples != 0:
             raise ValueError(self._too_small())
-        if config.vocab_size is not None and len(self):
-            self[0]  # data of another tokenizer shows at start-up, not in a loader's worker
+        self._check_first_sample()
+
+    def _check_first_sample(self) -> None:
+        """Data of another tokenizer shows at start-up, not in a loader's worker."""
+        if self.config.vocab_size is not None and len(self):
+            self[0]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
         """What the documents are read from."""
+        if is_remote(dataset_path):
+            dataset_path = local_prefix(dataset_path, config.object_storage_cache_path)
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
 
     @staticmethod
@@ -117,7 +124,10 @@ class GPTDataset(torch.utils.data.Dataset):
     def _cache_folder(self) -> str | None:
         if self.config.path_to_cache is not None:
             return self.config.path_to_cache
-        return None if self.dataset_path is None else os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
+        base = self.dataset_path
+        if is_remote(base):  # its local copy's prefix
+            base = getattr(self.dataset, "path_prefix", None)
+        return None if base is None else os.path.join(base, "cache", f"{type(self).__name__}_indices")
 
     def _build_indices(self) -> tuple[np.ndarray, ...]:
         drop = self.config.drop_last_partial_validation_sequence if self.index_split is Split.valid else True
