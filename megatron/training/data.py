@@ -12,8 +12,10 @@ from megatron.core import device, parallel_state
 from megatron.core.datasets import index_cache
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
+from megatron.training import global_vars
 from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import microbatches_calculator_args, was_given
+from megatron.training.checkpointing import stored_position
 from megatron.training.config import TokenizerFlags
 from megatron.training.data_order import DataOrder
 from megatron.training.data_report import table_of_datasets
@@ -136,6 +138,28 @@ def call_provider(args: argparse.Namespace, provider: Callable, data_order: Data
     print_rank_0(f" > built the datasets in {time.monotonic() - started:.1f} s ({samples[0]} training samples asked; {caches})")
     print_rank_0(table_of_datasets(train, valid, test))
     return train, valid, test
+
+
+def build_indices(args: argparse.Namespace, provider: Callable) -> None:
+    """--build-index-only: fill the index caches as a training with these flags would, in one process, without groups or a model.
+
+    With --load the indices are those that the training goes on with. Raises ValueError when what was built cannot be kept.
+    """
+    if args.rank != 0:
+        return
+    global_vars.set_args(args)
+    global_vars.set_global("tokenizer", build_tokenizer_from_args(args))
+    state = stored_position(args)
+    args.iteration, args.consumed_train_samples = state.iteration, state.consumed_train_samples
+    args.consumed_valid_samples = state.consumed_valid_samples
+    args.train_iters = train_iterations(args)
+    unsaved = index_cache.use.unsaved
+    call_provider(args, provider, state.data_order or DataOrder.of_this_run(args))
+    if (lost := index_cache.use.unsaved - unsaved) and not args.mock_data:
+        raise ValueError(
+            f"--build-index-only: {lost} index(es) were built and not stored; give --data-cache-path a folder that can be written to "
+            "(the order of a blend is kept nowhere else)"
+        )
 
 
 def build_datasets(args: argparse.Namespace, provider: Callable, data_order: DataOrder) -> tuple[Any, list[HeldOutSet], list[HeldOutSet]]:

@@ -28,10 +28,11 @@ BLOCK = 16 << 20  # bytes
 
 @dataclass
 class CacheUse:
-    """What this process did with index caches since it began: sets of arrays that were found, and built."""
+    """What this process did with index caches since it began: sets of arrays that were found, built, and built but not stored."""
 
     found: int = 0
     built: int = 0
+    unsaved: int = 0
 
 
 use = CacheUse()
@@ -142,6 +143,7 @@ class IndexCache:
 
     def _store(self, arrays: Arrays) -> Arrays:
         if self.folder is None:
+            use.unsaved += 1
             return arrays
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -157,6 +159,7 @@ class IndexCache:
         except OSError as error:
             message = "the index cache cannot be written (%s): each process builds its own; set --data-cache-path to a writable folder"
             logger.warning(message, error)
+            use.unsaved += 1
             return arrays
         return tuple(_map(self.path(f"{name}.npy")) for name in self.names)
 
