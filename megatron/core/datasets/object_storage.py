@@ -55,7 +55,7 @@ def _fetch(fsspec: Any, url: str, target: Path) -> None:
             logger.warning("%s cannot be reached (%s): the copy %s is used", url, error, target)
             return
         raise ValueError(f"{url} cannot be read: {error}") from None
-    if target.is_file() and note.is_file() and json.loads(note.read_text()) == version and target.stat().st_size == version["size"]:
+    if target.is_file() and target.stat().st_size == version["size"] and _noted(note) == version:
         return
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -72,6 +72,13 @@ def _fetch(fsspec: Any, url: str, target: Path) -> None:
         raise ValueError(f"{url} cannot be copied to {target}: {error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _noted(note: Path) -> Any:
+    try:
+        return json.loads(note.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _version(filesystem: Any, path: str) -> dict[str, Any]:
