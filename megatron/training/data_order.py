@@ -9,7 +9,7 @@ from typing import Any
 
 VERSION = 1
 # Settings that cut or shuffle the tokens themselves: with another value sample numbers stand for other samples.
-SETTINGS = ("seed", "seq_length", "split", "dataloader_type")
+SETTINGS = ("seed", "seq_length", "split", "dataloader_type", "separate_last_epoch_below")
 
 
 class DataOrder:

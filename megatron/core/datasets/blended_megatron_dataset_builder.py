@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.cache_builder import builds_here
+from megatron.core.datasets.helpers import document_ids
 from megatron.core.datasets.index_cache import trusted
 from megatron.core.datasets.object_storage import is_remote
 from megatron.core.datasets.planned_dataset import PlannedDataset, Stream, members_of, reseeded
@@ -185,7 +186,7 @@ class BlendedMegatronDatasetBuilder:
                 return None
             given = f"none of its {count} documents (split {self.config.split})"
             raise ValueError(f"{prefix}: the {split.name} split gets {given}; give it a larger share or other data")
-        return _Corpus(self.cls, low_level, prefix, np.arange(begin, end, dtype=np.int32), split, self.config)
+        return _Corpus(self.cls, low_level, prefix, document_ids(begin, end), split, self.config)
 
 
 @dataclass(frozen=True)

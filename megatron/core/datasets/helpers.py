@@ -2,7 +2,7 @@
 
 Three arrays describe a dataset that runs over its documents for some epochs, in the order that training asks for:
 
-    document_index  int32 [epochs * documents]   documents in the order in which their tokens are read
+    document_index  int32 or int64 [epochs * documents]   documents in the order in which their tokens are read
     sample_index    int32 or int64 [samples + 1, 2]   where sample i starts: (position in document_index, token inside that document)
     shuffle_index   uint32 or int64 [samples]    training sample j is sample shuffle_index[j]
 
@@ -10,11 +10,13 @@ Sample i takes the tokens i * sequence_length up to (i + 1) * sequence_length (i
 The functions that have a `plain_` twin are compared with it by the tests.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+logger = logging.getLogger(__name__)
 CHUNK = 1 << 18  # documents handled at a time: the working set stays in the cache
 SEPARATE_EPOCH_THRESHOLD = 0.80
 INT32_MAX = np.iinfo(np.int32).max
@@ -29,10 +31,16 @@ class EpochPlan:
     samples_before: int
 
 
-def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None, extra: int = 1) -> EpochPlan:
+def plan_epochs(
+    tokens_per_epoch: int,
+    sequence_length: int,
+    num_samples: int | None,
+    extra: int = 1,
+    separate_below: float = SEPARATE_EPOCH_THRESHOLD,
+) -> EpochPlan:
     """The fewest epochs (at least one) whose tokens give `num_samples` samples; one epoch when that is None.
 
-    A last epoch of which less than 0.80 is needed would mix rarely used documents into all of training: it is shuffled on its own.
+    A last epoch of which less than `separate_below` (Megatron-LM's 0.80) is needed would mix rarely used documents into all of training: it is shuffled on its own.
     Raises ValueError when there is no token at all.
     """
     if tokens_per_epoch < 1:
@@ -44,18 +52,27 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
         return EpochPlan(1, False, 0)
     samples_before = ((num_epochs - 1) * tokens_per_epoch - extra) // sequence_length
     samples_per_epoch = (tokens_per_epoch - extra) // sequence_length
-    separate = num_samples - samples_before < int(SEPARATE_EPOCH_THRESHOLD * samples_per_epoch)
+    separate = num_samples - samples_before < int(separate_below * samples_per_epoch)
     return EpochPlan(num_epochs, separate, samples_before)
 
 
 def build_document_index(documents: np.ndarray, num_epochs: int, random: np.random.RandomState, separate_last_epoch: bool) -> np.ndarray:
-    """`documents` (ids) repeated `num_epochs` times and shuffled together, the last epoch apart if asked: int32 [epochs * documents]."""
-    index = np.tile(np.asarray(documents, dtype=np.int32), num_epochs)
+    """`documents` (ids) repeated `num_epochs` times and shuffled together, the last epoch apart if asked: [epochs * documents], int32.
+
+    Ids beyond int32 make it int64.
+    """
+    dtype = np.int64 if documents.max(initial=0) > INT32_MAX else np.int32
+    index = np.tile(documents.astype(dtype, copy=False), num_epochs)
     split = len(index) - len(documents) if separate_last_epoch and num_epochs > 1 else len(index)
     random.shuffle(index[:split])
     if split < len(index):
         random.shuffle(index[split:])
     return index
+
+
+def document_ids(begin: int, end: int) -> np.ndarray:
+    """Ids of the documents from `begin` to `end`: int32, int64 where they do not fit."""
+    return np.arange(begin, end, dtype=np.int64 if end > INT32_MAX else np.int32)
 
 
 def count_samples(num_tokens: int, sequence_length: int, extra: int = 1, drop_last_partial: bool = True) -> int:
@@ -142,13 +159,17 @@ def build_gpt_indices(
     seed: int,
     extra: int = 1,
     drop_last_partial: bool = True,
+    separate_below: float = SEPARATE_EPOCH_THRESHOLD,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """document_index, sample_index, shuffle_index for at least `num_samples` samples (None: one epoch) out of `documents`.
 
     One RandomState(seed) orders first the documents, then the samples. All samples of the whole epochs are kept, also beyond num_samples.
     """
     tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
-    plan = plan_epochs(tokens_per_epoch, sequence_length, num_samples, extra)
+    plan = plan_epochs(tokens_per_epoch, sequence_length, num_samples, extra, separate_below)
+    if plan.separate:
+        needed = (num_samples or 0) - plan.samples_before
+        logger.info("the last of %d epochs, of which %d samples are needed, is shuffled apart from the others", plan.num_epochs, needed)
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan.num_epochs, random, plan.separate)
     num_tokens = tokens_per_epoch * plan.num_epochs

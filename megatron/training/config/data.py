@@ -58,6 +58,14 @@ class DataFlags:
     mid_level_dataset_surplus: float = flag(
         0.005, "Samples asked of each corpus of a blend beyond its share, as a fraction.", minimum=0.0, maximum=1.0
     )
+    separate_last_epoch_below: float = flag(
+        0.8,
+        "Several epochs of a corpus are shuffled together; a last one of which less than this part is needed is shuffled apart, after the "
+        "others (its documents are new to no one, so that the loss may step down there).",
+        minimum=0.0,
+        maximum=1.0,
+        ours=True,
+    )
 
 
 @dataclass
