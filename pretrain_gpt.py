@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import device
+from megatron.core import device, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -23,6 +23,7 @@ from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+NO_BATCH: Any = (None,) * 5
 
 
 def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) -> list[Any]:
@@ -89,9 +90,16 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tens
     return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
 
 
+def reads_batches() -> bool:
+    """Whether this rank's pipeline stages look at a batch: tokens go into the first one, labels into the last, masks into
+    all. The others read nothing, and never start a loader."""
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    return first or parallel_state.is_pipeline_last_stage(ignore_virtual=True) or get_args().reset_attention_mask
+
+
 def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
     """One micro batch through the model: losses per token, and how to make a loss of them."""
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator) if reads_batches() else NO_BATCH
     losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return losses, partial(loss_func, loss_mask)
 

@@ -40,8 +40,8 @@ def plan_epochs(
 ) -> EpochPlan:
     """The fewest epochs (at least one) whose tokens give `num_samples` samples; one epoch when that is None.
 
-    A last epoch of which less than `separate_below` (Megatron-LM's 0.80) is needed would mix rarely used documents into all of training: it is shuffled on its own.
-    Raises ValueError when there is no token at all.
+    A last epoch of which less than `separate_below` (Megatron-LM's 0.80) is needed would mix rarely used documents into all of training:
+    it is shuffled on its own. Raises ValueError when there is no token at all.
     """
     if tokens_per_epoch < 1:
         raise ValueError("there is not one token in its documents")

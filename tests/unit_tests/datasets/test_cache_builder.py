@@ -60,7 +60,7 @@ def _slow_and_failing(prefix, cache, fails):
         file.seek(0)
         save(file, arr, **options)
 
-    index_cache.np.save = slow_save
+    setattr(index_cache.np, "save", slow_save)  # noqa: B010
     config = make_config(blend=([prefix], None), path_to_cache=cache)
     try:
         train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, (40, 5, 0), lambda: True, config).build()

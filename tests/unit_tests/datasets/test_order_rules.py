@@ -65,10 +65,17 @@ SPLITS = st.sampled_from(["90,10,0", "969,30,1", "1,1,1", "50,49,1", "100,0,0", 
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(split=SPLITS, seed=st.integers(0, 2**32 - 1), length=st.integers(1, 40), size=st.integers(1, 150), surplus=st.sampled_from([0.005, 0.2]),
-       weight=st.one_of(st.none(), st.integers(1, 9)))  # fmt: skip
+@given(
+    split=SPLITS,
+    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 40),
+    size=st.integers(1, 150),
+    surplus=st.sampled_from([0.005, 0.2]),
+    weight=st.one_of(st.none(), st.integers(1, 9)),
+)
 def test_every_rule_at_once(corpora, tmp_path_factory, split, seed, length, size, surplus, weight):
-    blend = ([corpora[0]], None) if weight is None else (corpora, [weight / 10, 1 - weight / 10])
+    weights = [] if weight is None else [weight / 10, 1 - weight / 10]
+    blend = (corpora, weights) if weights else ([corpora[0]], None)
     cache = str(tmp_path_factory.mktemp("cache"))
     config = make_config(
         blend=blend, split=split, random_seed=seed, sequence_length=length, path_to_cache=cache, mid_level_dataset_surplus=surplus
@@ -77,7 +84,7 @@ def test_every_rule_at_once(corpora, tmp_path_factory, split, seed, length, size
     shares = [float(part) for part in split.split(",")]
     part = 0.0, shares[0] / sum(shares)
     makers = [lambda count, documents=documents: plain_samples(documents, part, count, length, seed) for documents in DOCUMENTS]
-    expected = makers[0](size) if weight is None else plain_blend(makers, config.blend[1], size, surplus)
+    expected = makers[0](size) if not weights else plain_blend(makers, weights, size, surplus)
     assert len(train) == len(expected)
     assert texts(train) == expected
 

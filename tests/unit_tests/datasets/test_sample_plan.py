@@ -42,10 +42,12 @@ def follow(stretches):
 
 def plain_line(stretches):
     """What a history reads, sample by sample: [(corpus name, sample in its stream)]."""
-    line, streams, before, drawn, step = [], dict.fromkeys(NAMES, 0), None, None, 0
+    line, streams, step = [], dict.fromkeys(NAMES, 0), 0
+    before: list[float] = []
+    drawn: list[int] = []
     for count, weights in stretches:
         shares = normalize(weights)
-        if before is None or not np.allclose(before, shares, atol=1e-9):
+        if not before or not np.allclose(before, shares, atol=1e-9):
             before, drawn, step = shares, [0] * 5, 0
         for _ in range(count):
             corpus = max((d for d in range(5) if weights[d]), key=lambda d: (before[d] * max(step, 1) - drawn[d], -d))
