@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.functional.runner import TINY, torchrun, train, write_corpus
@@ -77,6 +78,17 @@ def test_blends_in_files(tmp_path: Path, blend: str) -> None:
     result = train(f"--per-split-data-args-path {tmp_path}/splits.json", cache, base=NO_SPLIT)
     assert result.code == 0, result.err
     assert snapshot(tmp_path / "cache") == before
+
+
+def test_a_blend_of_three_hundred_corpora_in_a_file(tmp_path: Path) -> None:
+    prefixes = [write_corpus(tmp_path / f"c{i}", seed=i, documents=1) for i in range(300)]
+    (tmp_path / "blend.txt").write_text("".join(f"1.0 {prefix}\n" for prefix in prefixes))
+    base = TINY.replace("--split 80,10,10", "--split 100,0,0").replace("--train-iters 4", "--train-iters 150")
+    data = f"--data-args-path {tmp_path}/blend.txt --data-cache-path {tmp_path}/cache"
+    result = train(data, "--build-index-only", base=base)
+    assert result.code == 0 and "301 index(es) built" in result.out and "... and 260 more" in result.out, result.err
+    index = np.load(next((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy")))
+    assert index.dtype == np.int16 and np.bincount(index).tolist() == [2] * 300
 
 
 @pytest.mark.parametrize(

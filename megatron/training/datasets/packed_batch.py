@@ -1,40 +1,62 @@
-"""A batch on its way out of a loader's process: one buffer for all of its tensors.
+"""A batch on its way out of a loader's process: one small buffer for all of its tensors.
 
-Each tensor that a process sends costs the receiver a file descriptor and a connection, about as much time as reading some samples. One
-buffer costs that once, is pinned as a whole, and the tensors are views into it.
+Each tensor that a process sends costs the receiver a file descriptor and a connection, and each page of memory that two processes share a
+page fault in both: together several times what reading the samples costs. So a batch is one buffer, integers travel in 32 bits where
+they fit, and what is the same in all samples (positions, a mask of ones) travels once.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-SENT_TOGETHER = 8  # samples that a process sends at once, where micro batches are smaller
+SENT_TOGETHER = 16  # samples that a process sends at once, where micro batches are smaller
+INT32 = torch.iinfo(torch.int32)
 ALIGNMENT = 64  # bytes; a view of another dtype must begin at a multiple of its item size
+
+
+class Field(NamedTuple):
+    """A tensor of the batch, and how its bytes lie in the buffer."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes
+    stored_dtype: torch.dtype
+    rows: int  # stored: of each sample, or 1 for all
+
+    @property
+    def size(self) -> int:
+        return self.rows * torch.Size(self.shape[1:]).numel() * self.stored_dtype.itemsize
 
 
 @dataclass
 class PackedBatch:
-    """`buffer` uint8 [bytes] with each field's tensor at `offset`."""
+    """`buffer` uint8 [bytes] with all fields of a batch."""
 
     buffer: torch.Tensor
-    fields: dict[str, tuple[torch.dtype, tuple[int, ...], int]]  # name -> (dtype, shape, offset)
+    fields: dict[str, Field]
 
-    def unpack(self) -> dict[str, torch.Tensor]:
-        """The tensors, as views of the buffer."""
+    def stored(self, field: Field) -> torch.Tensor:
+        """A field as it lies in the buffer: a view [rows, ...]."""
+        return self.buffer[field.offset : field.offset + field.size].view(field.stored_dtype).view(field.rows, *field.shape[1:])
+
+    def unpack(self, pin_memory: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors, with memory of their own unless they lie in the buffer as they are."""
         found = {}
-        for name, (dtype, shape, offset) in self.fields.items():
-            size = torch.Size(shape).numel() * dtype.itemsize
-            found[name] = self.buffer[offset : offset + size].view(dtype).view(shape)
+        for name, field in self.fields.items():
+            stored = self.stored(field)
+            if pin_memory or stored.dtype != field.dtype or stored.shape != field.shape:
+                stored = torch.empty(field.shape, dtype=field.dtype, pin_memory=pin_memory).copy_(stored)
+            found[name] = stored
         return found
 
-    def pin_memory(self, device: Any = None) -> "PackedBatch":
-        """Called by the loader's pinning thread."""
-        return PackedBatch(self.buffer.pin_memory(), self.fields)
+    def pin_memory(self, device: Any = None) -> dict[str, torch.Tensor]:
+        """Called by the loader's pinning thread: the tensors, unpacked there and not in the thread that trains."""
+        return self.unpack(pin_memory=True)
 
 
 def collate(samples: Sequence[Any], micro_batch_size: int) -> "PackedBatch | list[Any]":
@@ -42,15 +64,31 @@ def collate(samples: Sequence[Any], micro_batch_size: int) -> "PackedBatch | lis
     if get_worker_info() is None or not _are_alike(samples):
         return [default_collate(list(samples[i : i + micro_batch_size])) for i in range(0, len(samples), micro_batch_size)]
     fields, size = {}, 0
-    for name, value in samples[0].items():
-        shape = (len(samples), *value.shape)
-        fields[name] = (value.dtype, shape, size)
-        size += -(-torch.Size(shape).numel() * value.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    for name in samples[0]:
+        fields[name] = field = _field([sample[name] for sample in samples], size)
+        size += -(-field.size // ALIGNMENT) * ALIGNMENT
     storage = torch.UntypedStorage._new_shared(size, device="cpu")
     batch = PackedBatch(torch.empty(0, dtype=torch.uint8).set_(storage), fields)
-    for name, tensor in batch.unpack().items():
-        torch.stack([sample[name] for sample in samples], out=tensor)
+    for name, field in fields.items():
+        for row, sample in zip(batch.stored(field), samples):
+            row.copy_(sample[name])
     return batch
+
+
+def _field(values: list[torch.Tensor], offset: int) -> Field:
+    first = values[0]
+    rows = 1 if all(torch.equal(value, first) for value in values[1:]) else len(values)
+    stored_dtype = first.dtype
+    if stored_dtype == torch.int64 and all(_fits_int32(value) for value in values[:rows]):
+        stored_dtype = torch.int32
+    return Field(first.dtype, (len(values), *first.shape), offset, stored_dtype, rows)
+
+
+def _fits_int32(value: torch.Tensor) -> bool:
+    if not value.numel():
+        return True
+    low, high = torch.aminmax(value)
+    return bool(low >= INT32.min) and bool(high <= INT32.max)
 
 
 def _are_alike(samples: Sequence[Any]) -> bool:
@@ -96,9 +134,9 @@ class UnpackingLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return itertools.chain.from_iterable(map(self._micro_batches_of, super().__iter__()))
 
-    def _micro_batches_of(self, group: PackedBatch | list[Any]) -> Iterable[Any]:
+    def _micro_batches_of(self, group: PackedBatch | dict[str, torch.Tensor] | list[Any]) -> Iterable[Any]:
         if isinstance(group, list):
             return group
-        tensors, size = group.unpack(), self.micro_batch_size
+        tensors, size = group.unpack() if isinstance(group, PackedBatch) else group, self.micro_batch_size
         total = len(next(iter(tensors.values())))
         return [{name: value[start : start + size] for name, value in tensors.items()} for start in range(0, total, size)]

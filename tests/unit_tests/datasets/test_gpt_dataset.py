@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -91,6 +92,23 @@ def test_resets_against_a_plain_loop():
     for query in range(8):
         for key in range(8):
             assert mask[query, key].item() == (key > query or EOD in tokens[key:query].tolist())
+
+
+def test_a_long_sample_of_many_documents_is_made_fast(tmp_path):
+    """8192 tokens, 1000 documents: positions start anew without a loop over them, and without a square mask that nobody asked for."""
+    documents = [[5] * (7 if d % 5 else 8) for d in range(1100)]
+    prefix = write_corpus(tmp_path / "c", documents)
+    config = make_config(blend=([prefix], None), sequence_length=8192, reset_position_ids=True, eod_mask_loss=True)
+    dataset = one_dataset(prefix, config)
+    started = time.process_time()
+    sample = dataset[0]
+    assert time.process_time() - started < 0.5 and "attention_mask" not in sample
+    position, expected = 0, []
+    for token in sample["tokens"].tolist():
+        expected.append(position)
+        position = 0 if token == EOD else position + 1
+    assert sample["position_ids"].tolist() == expected
+    assert sample["loss_mask"].tolist() == [float(token != EOD) for token in sample["tokens"].tolist()]
 
 
 def test_masks_are_not_shared_between_samples(tmp_path):

@@ -16,11 +16,11 @@ FIELDS = st.dictionaries(st.text(min_size=1, max_size=3), st.tuples(DTYPES, SHAP
 
 
 @settings(deadline=None, max_examples=60)
-@given(fields=FIELDS, count=st.integers(1, 5))
-def test_any_dict_of_tensors_comes_out_as_it_was(fields, count):
+@given(fields=FIELDS, count=st.integers(1, 5), top=st.sampled_from([1, 2, 2**31, 2**40]))
+def test_any_dict_of_tensors_comes_out_as_it_was(fields, count, top):
     random = torch.Generator().manual_seed(0)
     samples = [
-        {name: torch.randint(0, 2, shape, generator=random).to(dtype) for name, (dtype, shape) in fields.items()} for _ in range(count)
+        {name: (-torch.randint(0, top, shape, generator=random)).to(dtype) for name, (dtype, shape) in fields.items()} for _ in range(count)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_batch, "get_worker_info", lambda: "a worker")
@@ -29,6 +29,16 @@ def test_any_dict_of_tensors_comes_out_as_it_was(fields, count):
     expected = default_collate(samples)
     for name, value in batch.unpack().items():
         assert value.dtype == expected[name].dtype and torch.equal(value, expected[name])
+
+
+def test_what_is_the_same_in_all_samples_travels_once(monkeypatch):
+    monkeypatch.setattr(packed_batch, "get_worker_info", lambda: "a worker")
+    samples = [{"tokens": torch.full((1000,), i), "positions": torch.arange(1000), "mask": torch.ones(1000)} for i in range(8)]
+    batch = collate(samples, 8)
+    assert batch.buffer.numel() == 8 * 4000 + 4032 + 4032  # numbers of 32 bits, each field on 64 bytes
+    unpacked = batch.unpack()
+    unpacked["positions"][0] += 1  # rows are apart
+    assert unpacked["positions"][1].tolist() == list(range(1000))
 
 
 class Samples(torch.utils.data.Dataset):
