@@ -35,6 +35,7 @@ def test_what_is_the_same_in_all_samples_travels_once(monkeypatch):
     monkeypatch.setattr(packed_batch, "get_worker_info", lambda: "a worker")
     samples = [{"tokens": torch.full((1000,), i), "positions": torch.arange(1000), "mask": torch.ones(1000)} for i in range(8)]
     batch = collate(samples, 8)
+    assert isinstance(batch, PackedBatch)
     assert batch.buffer.numel() == 8 * 4000 + 4032 + 4032  # numbers of 32 bits, each field on 64 bytes
     unpacked = batch.unpack()
     unpacked["positions"][0] += 1  # rows are apart
