@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import device
+from megatron.core import device, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -27,6 +27,7 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset
 from megatron.training.datasets.sft_dataset import SFTDataset
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, PackedSeqParams | None]
+NO_BATCH: Any = (None,) * 6
 
 
 def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) -> list[Any]:
@@ -102,10 +103,17 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tens
     return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
 
 
+def reads_batches() -> bool:
+    """Whether this rank's pipeline stages look at a batch: tokens go into the first one, labels into the last, masks and the ends of
+    documents into all. The others read nothing, and never start a loader."""
+    args, first = get_args(), parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    return first or parallel_state.is_pipeline_last_stage(ignore_virtual=True) or args.reset_attention_mask or args.sft
+
+
 def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
     """One micro batch through the model: losses per token, and how to make a loss of them."""
     eod = get_tokenizer().eod if packs_documents(get_args()) else None
-    tokens, labels, loss_mask, attention_mask, position_ids, packed = get_batch(data_iterator, eod)
+    tokens, labels, loss_mask, attention_mask, position_ids, packed = get_batch(data_iterator, eod) if reads_batches() else NO_BATCH
     losses = model(tokens, position_ids, attention_mask, labels=labels, packed_seq_params=packed, loss_mask=loss_mask)
     return losses, partial(loss_func, loss_mask)
 

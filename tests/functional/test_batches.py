@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,3 +111,19 @@ def test_rates_count_samples_from_the_start(corpus: Path, flags: str, warmup: in
 
     assert result.column("lr") == pytest.approx([rate(samples) for samples in range(4, 33, 4)], rel=1e-12)
     assert ("decay ends 8 samples before training does" in result.err) == (decay == 24)
+
+
+@pytest.mark.parametrize(("first", "last", "masks", "reads"), [(1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 0, 0, 0)])
+def test_stages_that_need_nothing_of_a_batch_read_nothing(monkeypatch: pytest.MonkeyPatch, first, last, masks, reads) -> None:
+    import pretrain_gpt
+
+    monkeypatch.setattr(pretrain_gpt.parallel_state, "is_pipeline_first_stage", lambda **_: bool(first))
+    monkeypatch.setattr(pretrain_gpt.parallel_state, "is_pipeline_last_stage", lambda **_: bool(last))
+    monkeypatch.setattr(pretrain_gpt, "get_args", lambda: SimpleNamespace(reset_attention_mask=bool(masks), sft=False))
+    monkeypatch.setattr(pretrain_gpt, "packs_documents", lambda args: False)
+    monkeypatch.setattr(pretrain_gpt, "get_batch_on_this_cp_rank", lambda batch, **_: batch)
+    batch = {name: torch.zeros(1, 4) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    stream, seen = iter([batch]), []
+    pretrain_gpt.forward_step(stream, lambda *args, **kwargs: seen.extend([*args, *kwargs.values()]))  # type: ignore[arg-type]
+    assert (next(stream, None) is None) == bool(reads)
+    assert all(value is None for value in seen) == (not reads)

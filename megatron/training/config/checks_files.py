@@ -10,8 +10,10 @@ from megatron.core.tokenizers.build import TOKENIZER_TYPES, WITH_CHAT_TEMPLATE, 
 from megatron.training import checkpoint_names
 from megatron.training.argument_utils import Problem
 from megatron.training.config.checks import Args, name_of, problem
+from megatron.training.config.data_lists import fill_from_files
 
 DATA_LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+DATA_FILES = ("data_args_path", "per_split_data_args_path")
 TOKENIZER_PACKAGES = {
     "BertWordPieceLowerCase": "tokenizers",
     "BertWordPieceCase": "tokenizers",
@@ -30,8 +32,15 @@ def is_remote(path: str) -> bool:
 
 
 def check_data_source(args: Args) -> Iterator[Problem]:
+    files = [dest for dest in DATA_FILES if getattr(args, dest) is not None]
     given = [dest for dest in DATA_LISTS if getattr(args, dest) is not None]
-    if not given and not args.mock_data:
+    typed = [dest for dest in given if args.provenance.get(dest) != "derived"]
+    if files and (typed or args.mock_data or len(files) > 1):
+        other = name_of(typed[0]) if typed else "--mock-data" if args.mock_data else name_of(files[1])
+        yield problem(args, files[0], f"excludes {other}: give one of them", "leave it out")
+    elif files and (wrong := fill_from_files(args)) is not None:
+        yield problem(args, files[0], wrong, "FILE")
+    if not given and not args.mock_data and not files:
         yield Problem("--data-path", None, "is required (or --mock-data)", "--data-path PREFIX, where PREFIX.bin and PREFIX.idx exist")
     if args.mock_data and given:
         yield problem(args, given[0], "excludes --mock-data: give one of them", "--mock-data")
@@ -47,6 +56,25 @@ def check_data_source(args: Args) -> Iterator[Problem]:
             parse_and_normalize_split(args.split)
         except ValueError:
             yield problem(args, "split", "must be up to three numbers, not negative and not all 0, separated by commas", "90,5,5")
+
+
+def check_object_storage(args: Args) -> Iterator[Problem]:
+    remote = [prefix for dest in DATA_LISTS for prefix in getattr(args, dest) or [] if is_remote(prefix)]
+    if not remote:
+        return
+    if args.object_storage_cache_path is None:
+        yield problem(args, "object_storage_cache_path", f"is required for {remote[0]}: its copy needs a local folder", "FOLDER")
+    if not optional_imports.available("fsspec"):
+        yield Problem("--data-path", remote[0], "needs the package fsspec", f"after {optional_imports.INSTALL_COMMAND['fsspec']}")
+
+
+def check_build_index_only(args: Args) -> Iterator[Problem]:
+    """How many samples a training asks for must not depend on how many processes it has: this one is alone."""
+    if not args.build_index_only or args.check_config_world_size is not None or args.step_batch_size_schedule is not None:
+        return
+    if args.provenance.get("global_batch_size") == "derived":
+        rule = "is required with --build-index-only: its default depends on the training's number of processes (--check-config-world-size)"
+        yield Problem("--global-batch-size", None, rule, f"--global-batch-size {args.global_batch_size}")
 
 
 def check_data_files(args: Args) -> Iterator[Problem]:
@@ -120,7 +148,7 @@ def check_packages(args: Args) -> Iterator[Problem]:
 
 
 def check_folders(args: Args) -> Iterator[Problem]:
-    for dest in ("save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path"):
+    for dest in ("save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "object_storage_cache_path"):
         path = getattr(args, dest)
         if path is not None and not is_remote(path) and os.path.exists(path) and not os.path.isdir(path):
             yield problem(args, dest, "must be a folder, and is a file", "FOLDER")
@@ -148,4 +176,12 @@ def _check_load(args: Args) -> Iterator[Problem]:
         yield problem(args, "load", rule, "FOLDER")
 
 
-RULES = (check_data_source, check_data_files, check_tokenizer, check_packages, check_folders)
+RULES = (
+    check_data_source,
+    check_object_storage,
+    check_build_index_only,
+    check_data_files,
+    check_tokenizer,
+    check_packages,
+    check_folders,
+)

@@ -29,6 +29,13 @@ def data_parallel_size(args: Args) -> int | None:
     return args.world_size // model_parallel_size(args)
 
 
+def smallest_world_size(args: Args) -> int:
+    """Processes of the smallest job with this layout."""
+    experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    return lcm(model_parallel_size(args) * instances, experts * args.pipeline_model_parallel_size * instances)
+
+
 def virtual_stages(args: Args) -> int | None:
     """Model chunks of a pipeline rank under the interleaved schedule, None without it (one chunk is no interleaving)."""
     if args.pipeline_model_parallel_layout is not None:

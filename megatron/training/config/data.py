@@ -17,9 +17,24 @@ class DataFlags:
     train_data_path: list[str] | None = flag(None, "As --data-path, for training alone.", nargs="*")
     valid_data_path: list[str] | None = flag(None, "As --data-path, for validation alone.", nargs="*")
     test_data_path: list[str] | None = flag(None, "As --data-path, for the test alone.", nargs="*")
+    data_args_path: str | None = flag(None, "A text file with what --data-path would be given.")
+    per_split_data_args_path: str | None = flag(
+        None, 'A JSON file {"train": [...], "valid": [...], "test": [...]} with what --train-data-path and the others would be given.'
+    )
     split: str | None = flag(None, "Shares of training, validation and test documents of --data-path, such as 90,5,5. Default: 969,30,1.")
     mock_data: bool = flag(False, "Generated samples, no files.")
-    data_cache_path: str | None = flag(None, "Folder for the index caches. Default: beside the data.")
+    data_cache_path: str | None = flag(
+        None, "Folder for the index caches, local or shared by the nodes. Default: beside the data, and none for blends."
+    )
+    object_storage_cache_path: str | None = flag(
+        None, "Local folder for copies of corpora in object storage, whose prefixes are URLs such as s3://bucket/corpus (needs fsspec)."
+    )
+    build_index_only: bool = flag(
+        False,
+        "Build every index that a training with these flags needs, and exit: on a machine without GPUs, alone, whatever the layout. "
+        "--check-config-world-size says how many processes the training will have, where --global-batch-size does not fix its samples.",
+        ours=True,
+    )
     dataloader_type: str | None = flag(
         None,
         "`single` goes through the samples once in the dataset's order, `cyclic` shuffles them by epoch. Default: single.",
@@ -54,6 +69,14 @@ class DataFlags:
     )
     mid_level_dataset_surplus: float = flag(
         0.005, "Samples asked of each corpus of a blend beyond its share, as a fraction.", minimum=0.0, maximum=1.0
+    )
+    separate_last_epoch_below: float = flag(
+        0.8,
+        "Several epochs of a corpus are shuffled together; a last one of which less than this part is needed is shuffled apart, after the "
+        "others (its documents are new to no one, so that the loss may step down there).",
+        minimum=0.0,
+        maximum=1.0,
+        ours=True,
     )
 
 
