@@ -11,25 +11,32 @@ from typing import Any
 
 import torch
 
-from megatron.core import device
+from megatron.core import device, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams, document_begins, packed_seq_params_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
+from megatron.training.config.checks_layout import packs_documents
+from megatron.training.datasets.fim_dataset import GPTFIMDataset
+from megatron.training.datasets.sft_dataset import SFTDataset
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, PackedSeqParams | None]
+NO_BATCH: Any = (None,) * 6
 
 
 def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) -> list[Any]:
-    """The training, validation and test sets; each sample is a window of seq_length tokens cut from shuffled documents."""
+    """The training, validation and test sets; each sample is a window of seq_length tokens cut from shuffled documents, or with --sft some
+    whole conversations."""
     args = get_args()
     config = gpt_dataset_config_from_args(args, get_tokenizer())
-    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    kinds: dict[str, Any] = {"mock_data": MockGPTDataset, "sft": SFTDataset, "fim_data": GPTFIMDataset}
+    dataset_class = next((kind for dest, kind in kinds.items() if getattr(args, dest)), GPTDataset)
     return BlendedMegatronDatasetBuilder(dataset_class, train_valid_test_num_samples, lambda: True, config).build()
 
 
@@ -67,14 +74,21 @@ def model_provider(
         )
 
 
-def get_batch(data_iterator: Iterator) -> Batch:
-    """The next micro batch on the device: tokens, labels, loss mask, attention mask (None: causal alone), positions, each [b, s].
+def get_batch(data_iterator: Iterator, eod: int | None = None) -> Batch:
+    """The next micro batch on the device: tokens, labels, loss mask, attention mask (None: causal alone), positions, each [b, s]; and where
+    its documents begin and end, None for one document a row.
 
+    Packed (conversations; with `eod`, documents that end with it): the rows lie behind each other, [1, b s].
     Of sequences that context-parallel ranks share, this rank's tokens; all of those ranks read the same samples.
     """
-    where = device.current_device()
-    data = {name: value.to(where, non_blocking=True) for name, value in get_batch_on_this_cp_rank(next(data_iterator)).items()}
-    return data["tokens"], data["labels"], data["loss_mask"], data.get("attention_mask"), data["position_ids"]
+    where, batch = device.current_device(), dict(next(data_iterator))
+    begins = batch.pop("document_begins", None) if eod is None else document_begins(batch["tokens"], eod)
+    packed = None
+    if begins is not None:
+        packed = packed_seq_params_of(begins, where)
+        batch = {name: batch[name].reshape(1, -1) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    data = {name: value.to(where, non_blocking=True) for name, value in get_batch_on_this_cp_rank(batch, packed_seq_params=packed).items()}
+    return data["tokens"], data["labels"], data["loss_mask"], data.get("attention_mask"), data["position_ids"], packed
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -89,10 +103,18 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tens
     return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
 
 
+def reads_batches() -> bool:
+    """Whether this rank's pipeline stages look at a batch: tokens go into the first one, labels into the last, masks and the ends of
+    documents into all. The others read nothing, and never start a loader."""
+    args, first = get_args(), parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    return first or parallel_state.is_pipeline_last_stage(ignore_virtual=True) or args.reset_attention_mask or args.sft
+
+
 def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
     """One micro batch through the model: losses per token, and how to make a loss of them."""
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
-    losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    eod = get_tokenizer().eod if packs_documents(get_args()) else None
+    tokens, labels, loss_mask, attention_mask, position_ids, packed = get_batch(data_iterator, eod) if reads_batches() else NO_BATCH
+    losses = model(tokens, position_ids, attention_mask, labels=labels, packed_seq_params=packed, loss_mask=loss_mask)
     return losses, partial(loss_func, loss_mask)
 
 

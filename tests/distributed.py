@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests import fork_server
+
 
 def _free_port() -> int:
     with socket.socket() as probe:
@@ -29,8 +31,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _entry(rank: int, world_size: int, port: int, folder: str, function: Callable, arguments: tuple) -> None:
+def _entry(rank: int, world_size: int, port: int, folder: str, env: dict[str, str], function: Callable, arguments: tuple) -> None:
+    os.environ.clear()  # the server's, of the time of its start
+    os.environ.update(env)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -54,7 +59,9 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> list[A
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_entry, (world_size, _free_port(), folder, function, arguments), nprocs=world_size)
+            fork_server.context()
+            work = (world_size, _free_port(), folder, dict(os.environ), function, arguments)
+            mp.start_processes(_entry, work, nprocs=world_size, start_method=fork_server.METHOD)
         except Exception as error:
             errors = sorted(Path(folder).glob("*.error"))
             text = "\n".join(f"rank {path.stem}:\n{path.read_text()}" for path in errors[:1])
@@ -62,8 +69,10 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> list[A
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _serve(rank: int, backend: str, port: int, connection: Connection) -> None:
+def _serve(rank: int, backend: str, port: int, env: dict[str, str], connection: Connection) -> None:
     """A process of a pool: do what the connection says, each job in a default group of its own, until the connection ends."""
+    os.environ.clear()
+    os.environ.update(env)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks compute on the CPU, whatever the machine has
@@ -88,6 +97,17 @@ def _serve(rank: int, backend: str, port: int, connection: Connection) -> None:
             connection.send(traceback.format_exc())
 
 
+DIED = "the process died"
+
+
+def _answer(connection: Connection) -> str:
+    """What went wrong in a process of a pool: nothing, a traceback, or DIED."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        return DIED
+
+
 class RankPool:
     """Processes that stay, with a default group of the first N of them for each call: a call costs milliseconds, a start seconds.
 
@@ -107,10 +127,10 @@ class RankPool:
 
         Raises AssertionError that begins with `name`, with the traceback of the first rank that failed; after `timeout` seconds too.
         """
-        context = mp.get_context("spawn")
+        context: Any = fork_server.context() if self.backend == "gloo" else mp.get_context("spawn")
         for rank in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.backend, self._store.port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.backend, self._store.port, dict(os.environ), theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append((process, ours))
@@ -133,11 +153,11 @@ class RankPool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
-                try:
-                    error = connection.recv()
-                except (EOFError, ConnectionError):
-                    error = "the process died"
-                if error:
+                if error := _answer(connection):
+                    # others fail because one died, and may be heard first
+                    late = [other for other in wait(list(waiting), timeout=0.5) if isinstance(other, Connection)]
+                    dead = [waiting[other] for other in late if error != DIED and _answer(other) == DIED]
+                    rank, error = (dead[0], DIED) if dead else (rank, error)
                     self.close()  # others may wait for this rank for ever
                     raise AssertionError(f"{name}: rank {rank} of {world_size}:\n{error}")
 

@@ -34,7 +34,10 @@ for line in sys.argv[1:]:
 
 
 def requirement_lines() -> list[str]:
-    return [line.strip() for line in REQUIREMENTS.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    """The requirements that hold on this platform, without their markers."""
+    lines = [line.strip() for line in REQUIREMENTS.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    named = [line.partition(";") for line in lines]
+    return [line.strip() for line, _, marker in named if not marker or sys.platform in marker]
 
 
 def missing_from(python: str, lines: list[str]) -> list[str]:

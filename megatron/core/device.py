@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -157,6 +158,33 @@ def seeded(where: torch.device, seed: int) -> Iterator[None]:
 def profiler_range(name: str) -> AbstractContextManager:
     """A named range for profilers; nothing when there is no accelerator."""
     return torch.cuda.nvtx.range(name) if has_accelerator() else nullcontext()
+
+
+class HostCopy:
+    """A small tensor on its way to the host, which goes on meanwhile."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: Any = None
+        self._here = tensor
+        if on_accelerator(tensor):
+            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._here.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tolist(self) -> list:
+        """Its values, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._here.tolist()
+
+
+def mark_profile(on: bool) -> bool:
+    """Begin or end what Nsight Systems records; True when there is a device to record."""
+    if not has_accelerator():
+        return False
+    (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
+    return True
 
 
 class Stopwatch:

@@ -12,6 +12,8 @@ from types import ModuleType
 INSTALL_COMMAND = {
     "deep_ep": "build it from its sources, https://github.com/deepseek-ai/DeepEP",
     "fsspec": "pip install fsspec",
+    "huggingface_hub": "pip install huggingface_hub",
+    "jinja2": "pip install jinja2",
     "matplotlib": "pip install matplotlib",
     "nltk": "pip install nltk",
     "regex": "pip install regex",

@@ -24,6 +24,35 @@ class PackedSeqParams:
     total_tokens: int | None = None
 
 
+def document_begins(tokens: torch.Tensor, eod: int) -> torch.Tensor:
+    """bool [b, s]: True at the first token of each row, and behind each token `eod` of tokens [b, s]."""
+    begins = torch.ones_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == eod
+    return begins
+
+
+def cu_seqlens_of(begins: torch.Tensor) -> torch.Tensor:
+    """int32 [documents + 1]: running token counts of the documents of begins [b, s], row behind row; each row begins a document."""
+    begins = begins.clone()
+    begins[:, :1] = True
+    firsts = begins.reshape(-1).nonzero().reshape(-1)
+    return torch.cat([firsts, firsts.new_tensor([begins.numel()])]).to(torch.int32)
+
+
+def packed_seq_params_of(begins: torch.Tensor, where: torch.device | str) -> PackedSeqParams:
+    """The parameters, on the device `where`, of a micro batch whose rows lie behind each other as [1, b s]. begins: bool [b, s], on a CPU.
+
+    Its documents do not see each other, and no square mask is made. They are kept with the parameters: no layer asks the device for them.
+    """
+    counts = cu_seqlens_of(begins)
+    longest = int(counts.diff().max())
+    on_device = counts.to(where, non_blocking=True)
+    params = PackedSeqParams("thd", on_device, on_device, max_seqlen_q=longest, max_seqlen_kv=longest, total_tokens=begins.numel())
+    ends = counts.tolist()
+    params.__dict__["_documents"] = tuple(Document(start, end - start, end - start) for start, end in pairwise(ends))
+    return params
+
+
 class Document(NamedTuple):
     """A sequence of a packed batch: its first token's place, its tokens, and those with the padding behind them."""
 

@@ -84,14 +84,18 @@ def get_batch_on_this_cp_rank(
     cp_group: Group = None,
     hybrid_cp_group_func: Any = None,
     use_per_sequence_balancing: bool = False,
+    *,
+    packed_seq_params: Any = None,
 ) -> dict[str, Any]:
-    """This rank's tokens of a batch; `cp_group` None: parallel_state's. See context_parallel/sequence_split.py."""
+    """This rank's tokens of a batch, of each of its sequences where it is packed; `cp_group` None: parallel_state's.
+
+    See context_parallel/sequence_split.py."""
     from megatron.core.context_parallel.sequence_split import split_batch
     from megatron.core.process_groups_config import default_pg_collection
 
     if is_hybrid_cp or hybrid_cp_group_func is not None or use_per_sequence_balancing:
         raise ValueError("get_batch_on_this_cp_rank: groups of varying size and balancing by sequence are not built yet; leave them out")
-    return split_batch(batch, default_pg_collection(None).cp if cp_group is None else cp_group)
+    return split_batch(batch, default_pg_collection(None).cp if cp_group is None else cp_group, packed_seq_params)
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:

@@ -115,7 +115,8 @@ def _add_flag(group: Any, field: dataclasses.Field) -> None:
     kind = value_type(field)
     if isinstance(default, tuple):
         default = list(default)
-        notes.append(f"default: {' '.join(map(str, default))}")
+        if default:
+            notes.append(f"default: {' '.join(map(str, default))}")
     elif kind is not bool and default is not None:
         notes.append(f"default: {getattr(default, 'name', default)}")
     text = (meta["help"] + (f" [{'; '.join(notes)}]" if notes else "")).replace("%", "%%")

@@ -28,6 +28,7 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.config import checks, checks_files, checks_layout, checks_moe
 from megatron.training.config.checks import was_given
+from megatron.training.config.data_lists import fill_from_files
 from megatron.training.config.fields import ARCHITECTURE
 
 __all__ = [
@@ -116,8 +117,10 @@ def _add_environment(args: argparse.Namespace) -> None:
     args.rank = _from_environment("RANK", "SLURM_PROCID", default=0)
     args.world_size = _from_environment("WORLD_SIZE", "SLURM_NTASKS", default=1)
     args.local_rank = _from_environment("LOCAL_RANK", "SLURM_LOCALID", default=args.local_rank)
-    if args.check_config and args.check_config_world_size and args.check_config_world_size > 0:
+    if args.check_config_world_size and args.check_config_world_size > 0 and (args.check_config or args.build_index_only):
         args.world_size = args.check_config_world_size
+    elif args.build_index_only and checks_layout.sensible(args):
+        args.world_size = checks_layout.smallest_world_size(args)
     args.checkpoint_args_applied = False
     args.notes = []
 
@@ -187,6 +190,7 @@ def derive(args: argparse.Namespace) -> None:
     fill("dataloader_type", "single")
     if args.skip_train:
         fill("lr", 0.0)
+    fill_from_files(args)  # what is wrong with them is a problem of check_data_source
     if args.split is None and (args.mock_data or args.data_path is not None):
         fill("split", DEFAULT_SPLIT)
     if args.weight_decay_incr_style == "constant":
@@ -436,6 +440,7 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
     from megatron.core.datasets.utils import get_blend_from_list
 
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    square = args.reset_attention_mask and not checks_layout.packs_documents(args)
     values: dict[str, Any] = {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -446,8 +451,20 @@ def gpt_dataset_config_from_args(args: argparse.Namespace, tokenizer: Any = None
         "mock": args.mock_data,
         "vocab_size": getattr(tokenizer, "vocab_size", args.padded_vocab_size),
         "tokenizer": tokenizer,
-        "create_attention_mask": args.reset_attention_mask,  # a causal mask needs no tensor
+        # a causal mask needs no tensor, nor do packed documents
+        "create_attention_mask": square,
+        "reset_attention_mask": square,
+        "data_order": getattr(args, "data_order", None),
     }
+    if args.sft:
+        from megatron.training.datasets.sft_dataset import SFTDatasetConfig
+
+        values["multiple"] = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+        return SFTDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values))
+    if args.fim_data:
+        from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig, fim_settings
+
+        return GPTFIMDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values | fim_settings(args)))
     return GPTDatasetConfig(**(_same_named(args, GPTDatasetConfig) | values))
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import LOGGED_AS
@@ -65,9 +66,18 @@ def build_callbacks(args: argparse.Namespace, validation: list[HeldOutSet], test
                 keep_progress=args.log_progress,
             )
         )
+    if args.profile and args.rank in (args.profile_ranks or [0]):
+        callbacks.append(build_profile(args))
     if args.manual_gc:
         callbacks.append(cb.GarbageCollection(args.manual_gc_interval))
     return callbacks
+
+
+def build_profile(args: argparse.Namespace) -> cb.Profile:
+    """--profile, on one of its ranks."""
+    folder = Path(args.tensorboard_dir or args.save or ".") / "profile" if args.use_pytorch_profiler else None
+    shapes, stacks = args.pytorch_profiler_collect_shapes, args.pytorch_profiler_collect_callstack
+    return cb.Profile(args.profile_step_start, args.profile_step_end, folder, args.rank, shapes, stacks)
 
 
 def build_expert_log(args: argparse.Namespace) -> ExpertLog | None:

@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,14 @@ from megatron.training.checkpoint_names import (
 )
 from megatron.training.config.checks import name_of
 from megatron.training.config.fields import ARCHITECTURE
+from megatron.training.data_order import DataOrder
 from megatron.training.phase import phase
 from megatron.training.train_step import TrainState
 from megatron.training.training_log import print_rank_0
 
 CHECKPOINT_VERSION = 3.0
 RNG_KEY = "rng_state"
+DATA_ORDER = "data_order"  # ours: see data_order.py; a checkpoint without it (Megatron-LM's) takes its samples by the sizes of this run
 # kind of optimizer state -> name of the main parameters in it
 MAIN_PARAM = {"plain": "fp32_param", "fully_reshardable": "param"}
 UNFINISHED = ".unfinished"  # suffix of a folder that is being written
@@ -232,6 +234,8 @@ def save_checkpoint(
             "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
             **model_state(model),
         }
+        if state.data_order is not None:
+            contents[DATA_ORDER] = state.data_order.state_dict(state.consumed_train_samples, state.consumed_valid_samples)
         if optimizer is not None:
             contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
         if opt_param_scheduler is not None:
@@ -257,7 +261,8 @@ def save_checkpoint(
 
 def _position(state: TrainState) -> dict[str, Any]:
     """The run's position under the names that Megatron-LM keeps in `args`."""
-    return {name: value for name, value in asdict(state).items() if name != "num_floating_point_operations_so_far"}
+    elsewhere = {"num_floating_point_operations_so_far", "data_order"}
+    return {item.name: getattr(state, item.name) for item in fields(state) if item.name not in elsewhere}
 
 
 def _agree(failure: OSError | None) -> None:
@@ -322,6 +327,15 @@ def checkpoint_args(args: argparse.Namespace) -> dict[str, Any]:
     if (values.get("provenance") or {}).get("padded_vocab_size") == "derived":
         values.pop("padded_vocab_size", None)
     return values
+
+
+def stored_position(args: argparse.Namespace) -> TrainState:
+    """Where the run of --load stands, without its weights (--build-index-only)."""
+    folder = find_checkpoint(args.load, args.ckpt_step) if args.load else None
+    if folder is None or args.finetune or folder.name == RELEASE:
+        return TrainState()
+    common = dist_checkpointing.load_common_state_dict(folder)
+    return _state_from(common, int(common.get("iteration", 0)))
 
 
 def load_checkpoint(
@@ -456,6 +470,7 @@ def _state_from(common: dict[str, Any], iteration: int) -> TrainState:
         consumed_valid_samples=int(saved.get("consumed_valid_samples", 0)),
         skipped_train_samples=int(saved.get("skipped_train_samples", 0)),
         num_floating_point_operations_so_far=float(common.get("num_floating_point_operations_so_far", 0.0)),
+        data_order=DataOrder(common[DATA_ORDER]) if isinstance(common.get(DATA_ORDER), dict) else None,
     )
 
 

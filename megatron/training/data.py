@@ -9,12 +9,19 @@ from functools import partial
 from typing import Any
 
 from megatron.core import device, parallel_state
+from megatron.core.datasets import index_cache
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
-from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
+from megatron.core.tokenizers import build_tokenizer, check_fingerprint, vocab_size_with_padding
+from megatron.training import global_vars
 from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import microbatches_calculator_args, was_given
+from megatron.training.checkpointing import stored_position
 from megatron.training.config import TokenizerFlags
+from megatron.training.data_order import DataOrder
+from megatron.training.data_report import table_of_datasets
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
+from megatron.training.datasets.whole_batches import WholeBatches
 from megatron.training.phase import phase
 from megatron.training.training_log import print_rank_0
 
@@ -24,11 +31,14 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
 
     Rows that are there only to divide the vocabulary over tensor-parallel ranks never enter the softmax: the loss does not depend on the
     layout. A size that was fixed by --padded-vocab-size (or by the checkpoint of another program) enters it whole, as in Megatron-LM.
-    Raises UsageError when the model's vocabulary is too small for the ids that the tokenizer makes.
+    Raises UsageError when the model's vocabulary is too small for the ids that the tokenizer makes, WrongTokenizerError when another one
+    made the data.
     """
     accepted = inspect.signature(build_tokenizer).parameters
     names = [field.name for field in dataclasses.fields(TokenizerFlags) if field.name in accepted]
     tokenizer = build_tokenizer(**{name: getattr(args, name) for name in names})
+    blends = [get_blend_from_list(paths) for paths in _data_lists(args)]
+    check_fingerprint([prefix for blend in blends if blend for prefix in blend[0]], tokenizer)
     padded = vocab_size_with_padding(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     fixed = args.padded_vocab_size if args.provenance.get("padded_vocab_size") != "derived" else None
     if fixed is not None and fixed < tokenizer.vocab_size:
@@ -48,6 +58,11 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
     return tokenizer
 
 
+def _data_lists(args: argparse.Namespace) -> list[list[str] | None]:
+    """What names pairs of tokens; conversations (--sft) are text."""
+    return [] if args.mock_data or args.sft else [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
+
+
 def train_iterations(args: argparse.Namespace) -> int:
     """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, of whichever sizes."""
     if args.train_samples is None:
@@ -65,13 +80,30 @@ def train_iterations(args: argparse.Namespace) -> int:
 
 
 def num_samples(args: argparse.Namespace) -> list[int | None]:
-    """Samples that the run asks of the training, validation and test sets; None: each of the set's once (--full-validation)."""
+    """Samples that the run asks of the training, validation and test sets; None: each of the set's once (--full-validation).
+
+    As Megatron-LM counts them at a first start: an order of samples may depend on these numbers.
+    """
     batch = args.global_batch_size
     train = args.train_samples or args.train_iters * batch
     if args.full_validation:
         return [train, None, None]
-    evaluations = args.train_iters // args.eval_interval + 1 if args.eval_interval else 1
-    return [train, evaluations * args.eval_iters * batch, args.eval_iters * batch]
+    return [train, _evaluations(args, 0) * args.eval_iters * batch, args.eval_iters * batch]
+
+
+def num_samples_going_on(args: argparse.Namespace) -> list[int | None]:
+    """The same where an earlier start has decided on the order: what was consumed, by whatever batches, and what is still to come."""
+    batch = args.global_batch_size
+    left = max(0, args.train_iters - args.iteration)
+    train = args.train_samples or args.consumed_train_samples + left * batch
+    if args.full_validation:
+        return [train, None, None]
+    return [train, args.consumed_valid_samples + _evaluations(args, args.iteration) * args.eval_iters * batch, args.eval_iters * batch]
+
+
+def _evaluations(args: argparse.Namespace, done: int) -> int:
+    """Evaluations after iteration `done`, with the one at the end."""
+    return args.train_iters // args.eval_interval - done // args.eval_interval + 1 if args.eval_interval else 1
 
 
 class HeldOutSet:
@@ -93,15 +125,57 @@ class HeldOutSet:
         return self._continuing or BatchStream(self._make_loader(0), self.name or "validation")
 
 
-def build_datasets(
-    args: argparse.Namespace, provider: Callable, samples: list[int | None]
-) -> tuple[Any, list[HeldOutSet], list[HeldOutSet]]:
+def call_provider(args: argparse.Namespace, provider: Callable, data_order: DataOrder) -> tuple[Any, Any, Any]:
+    """The script's training, validation and test datasets, which go on in the order of an earlier start where there was one."""
+    started, used = time.monotonic(), dataclasses.replace(index_cache.use)
+    plans, reason = data_order.plans_for(args)
+    if reason is not None:
+        print_rank_0(f"WARNING: {reason}")
+    samples = num_samples(args) if plans is None or not plans["train"] else num_samples_going_on(args)
+    if plans is None:
+        data_order.state = DataOrder.of_this_run(args).state
+    elif plans["train"] and args.dataloader_type == "cyclic":
+        samples = [plans["train"][0]["size"], *samples[1:]]  # another number would be shuffled into another order
+    args.data_order = plans
+    try:
+        train, valid, test = provider(samples)
+    finally:
+        args.data_order = None
+    data_order.attach(train, valid)
+    built, found = index_cache.use.built - used.built, index_cache.use.found - used.found
+    caches = f"{built} index(es) built, {found} found in the cache"
+    print_rank_0(f" > built the datasets in {time.monotonic() - started:.1f} s ({samples[0]} training samples asked; {caches})")
+    print_rank_0(table_of_datasets(train, valid, test))
+    return train, valid, test
+
+
+def build_indices(args: argparse.Namespace, provider: Callable) -> None:
+    """--build-index-only: fill the index caches as a training with these flags would, in one process, without groups or a model.
+
+    With --load the indices are those that the training goes on with. Raises ValueError when what was built cannot be kept.
+    """
+    if args.rank != 0:
+        return
+    global_vars.set_args(args)
+    global_vars.set_global("tokenizer", build_tokenizer_from_args(args))
+    state = stored_position(args)
+    args.iteration, args.consumed_train_samples = state.iteration, state.consumed_train_samples
+    args.consumed_valid_samples = state.consumed_valid_samples
+    args.train_iters = train_iterations(args)
+    unsaved = index_cache.use.unsaved
+    call_provider(args, provider, state.data_order or DataOrder.of_this_run(args))
+    if (lost := index_cache.use.unsaved - unsaved) and not args.mock_data:
+        raise ValueError(
+            f"--build-index-only: {lost} index(es) were built and not stored; give --data-cache-path a folder that can be written to "
+            "(the order of a blend is kept nowhere else)"
+        )
+
+
+def build_datasets(args: argparse.Namespace, provider: Callable, data_order: DataOrder) -> tuple[Any, list[HeldOutSet], list[HeldOutSet]]:
     """(training batches, validation sets, test sets), each beginning where the run stands."""
-    started = time.monotonic()
-    train, valid, test = provider(samples)
+    train, valid, test = call_provider(args, provider, data_order)
     if train is None and not args.skip_train:
         raise ValueError(f"there is no training data: --split {args.split} gives training no documents; give it some, such as 969,30,1")
-    print_rank_0(f" > built the datasets in {time.monotonic() - started:.1f} s ({samples[0]} training samples asked)")
 
     def loader(dataset: Any, consumed: int) -> Any:
         return build_pretraining_data_loader(
@@ -139,12 +213,8 @@ def _held_out(args: argparse.Namespace, kind: str, datasets: Any, loader: Callab
     for name, dataset in named.items():
         iterations = args.eval_iters
         if args.full_validation and dataset is not None:
+            dataset = WholeBatches(dataset, args.global_batch_size)
             iterations = len(dataset) // args.global_batch_size
-            if not iterations:
-                raise ValueError(
-                    f"--full-validation: the held-out set {name} has {len(dataset)} samples, less than one global batch of "
-                    f"{args.global_batch_size}; give it more documents, or a smaller --global-batch-size"
-                )
         if dataset is not None and iterations:
             found.append(HeldOutSet(name, partial(loader, dataset), consumed, iterations, args.full_validation))
     return found

@@ -12,13 +12,14 @@ from megatron.training.phase import phase
 
 @dataclass
 class TrainState:
-    """Position of a run. Saved in every checkpoint; the data order depends on `consumed_train_samples` alone."""
+    """Position of a run. Saved in every checkpoint; the data order depends on `consumed_train_samples` and `data_order` alone."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_train_samples: int = 0
     num_floating_point_operations_so_far: float = 0.0
+    data_order: Any = None  # data_order.DataOrder: which samples the numbers stand for
 
 
 @dataclass

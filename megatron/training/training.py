@@ -18,7 +18,8 @@ from megatron.training.arguments import finalize_args, parse_and_validate
 from megatron.training.callback_setup import build_callbacks
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import checkpoint_args, load_checkpoint, prepare_folder
-from megatron.training.data import build_datasets, build_tokenizer_from_args, num_samples, train_iterations
+from megatron.training.data import build_datasets, build_indices, build_tokenizer_from_args, train_iterations
+from megatron.training.data_order import DataOrder
 from megatron.training.global_vars import set_global
 from megatron.training.initialize import initialize_megatron, set_timeout
 from megatron.training.model_setup import setup_model_and_optimizer
@@ -50,6 +51,8 @@ def pretrain(
         raise ValueError("process_non_loss_data_func is not supported yet: leave it out")
     args = parse_and_validate(extra_args_provider, args_defaults, checkpoint_args=checkpoint_args)
     with errors.reported():
+        if args.build_index_only:
+            return build_indices(args, train_valid_test_dataset_provider)
         _pretrain(args, train_valid_test_dataset_provider, model_provider, model_type, forward_step_func)
 
 
@@ -75,7 +78,8 @@ def _pretrain(
     update_num_microbatches(state.consumed_train_samples, consistency_check=False)
     args.train_iters = train_iterations(args)
     with phase("building the datasets"):
-        batches, validation, test = build_datasets(args, dataset_provider, num_samples(args))
+        state.data_order = state.data_order or DataOrder.of_this_run(args)
+        batches, validation, test = build_datasets(args, dataset_provider, state.data_order)
     run = TrainingRun(
         model=model,
         optimizer=optimizer,

@@ -1,12 +1,15 @@
 """How the global batch is cut (micro batches, ranks) changes nothing; what is masked counts nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+from tests.functional.forked import on_ranks
 from tests.functional.runner import TINY, VOCAB, Result, on, torchrun, train
 
 BATCH = "--global-batch-size 8 --train-iters 6 --eval-interval 3 --eval-iters 2 --log-params-norm --log-num-zeros-in-grad"
@@ -42,10 +45,10 @@ def test_accumulation_under_bf16(corpus: Path, fused: str) -> None:
     assert whole.losses()[0] == pytest.approx(pieces.losses()[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_data_parallel_ranks_equal_one_process(corpus: Path, whole: Result, ranks: int) -> None:
+@pytest.mark.parametrize(("start", "ranks"), [(torchrun, 2), (on_ranks, 4)])  # the one plain run under torchrun
+def test_data_parallel_ranks_equal_one_process(corpus: Path, whole: Result, start: Callable[..., Result], ranks: int) -> None:
     """Losses, norms, rates, and evaluation: each rank reads its part of the held-out samples, and all count once."""
-    spread = torchrun(ranks, *on(corpus, BATCH, "--micro-batch-size 2"))
+    spread = start(ranks, *on(corpus, BATCH, "--micro-batch-size 2"))
     assert_same_training(spread, whole)
     lines = [text for text in spread.out.splitlines() if "elapsed time per iteration" in text]
     assert len(lines) == 6, "one line an iteration, whatever the number of ranks"
@@ -108,3 +111,19 @@ def test_rates_count_samples_from_the_start(corpus: Path, flags: str, warmup: in
 
     assert result.column("lr") == pytest.approx([rate(samples) for samples in range(4, 33, 4)], rel=1e-12)
     assert ("decay ends 8 samples before training does" in result.err) == (decay == 24)
+
+
+@pytest.mark.parametrize(("first", "last", "masks", "reads"), [(1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 0, 0, 0)])
+def test_stages_that_need_nothing_of_a_batch_read_nothing(monkeypatch: pytest.MonkeyPatch, first, last, masks, reads) -> None:
+    import pretrain_gpt
+
+    monkeypatch.setattr(pretrain_gpt.parallel_state, "is_pipeline_first_stage", lambda **_: bool(first))
+    monkeypatch.setattr(pretrain_gpt.parallel_state, "is_pipeline_last_stage", lambda **_: bool(last))
+    monkeypatch.setattr(pretrain_gpt, "get_args", lambda: SimpleNamespace(reset_attention_mask=bool(masks), sft=False))
+    monkeypatch.setattr(pretrain_gpt, "packs_documents", lambda args: False)
+    monkeypatch.setattr(pretrain_gpt, "get_batch_on_this_cp_rank", lambda batch, **_: batch)
+    batch = {name: torch.zeros(1, 4) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    stream, seen = iter([batch]), []
+    pretrain_gpt.forward_step(stream, lambda *args, **kwargs: seen.extend([*args, *kwargs.values()]))  # type: ignore[arg-type]
+    assert (next(stream, None) is None) == bool(reads)
+    assert all(value is None for value in seen) == (not reads)

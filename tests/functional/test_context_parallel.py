@@ -12,7 +12,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 from megatron.training.arguments import gpt_dataset_config_from_args, parse_args, validate_args
 from tests.distributed import run_on_ranks
-from tests.functional.runner import argv, on, torchrun, train
+from tests.functional.forked import on_ranks
+from tests.functional.runner import argv, on, train
 from tests.functional.test_tensor_parallel import assert_same_training
 
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
@@ -40,7 +41,7 @@ def test_a_run_equals_that_of_one_process(corpus: Path, processes: int, layout: 
     """A loss or gradient that scales with the number of ranks, or that averages ranks with other numbers of tokens, was reported."""
     more = "--eval-iters 1 --lr 1e-3 --min-lr 1e-4"  # at 1e-2 Adam makes differences of 1e-7 in a first gradient 2e-5 after four steps
     alone = train(*on(corpus, flags, more))
-    result = torchrun(processes, *on(corpus, flags, more, layout))
+    result = on_ranks(processes, *on(corpus, flags, more, layout))
     assert_same_training(result, alone)
     assert len(alone.evaluations) == 2
     for row, expected in zip(result.evaluations, alone.evaluations, strict=True):
@@ -53,9 +54,9 @@ def test_checkpoints_go_on_in_another_context_parallel_size(corpus: Path, tmp_pa
     flags = f"{UNEVEN} --train-iters 6 --lr 1e-3 --min-lr 1e-4"
     straight = train(*on(corpus, flags))
     folder = f"--save {tmp_path} --load {tmp_path}"
-    first = torchrun(2, *on(corpus, flags, folder, f"{CP2} {SHARDED}"), "--exit-interval 2")
+    first = on_ranks(2, *on(corpus, flags, folder, f"{CP2} {SHARDED}"), "--exit-interval 2")
     second = train(*on(corpus, flags, folder), "--exit-interval 4")
-    third = torchrun(2, *on(corpus, flags, folder, f"{CP2} {SHARDED}"))
+    third = on_ranks(2, *on(corpus, flags, folder, f"{CP2} {SHARDED}"))
     for result, after in ((first, 0), (second, 2), (third, 4)):
         assert_same_training(result, straight, after)
 
@@ -74,7 +75,7 @@ def fetch_long_batch(seq: int) -> tuple[int, int, int]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     train_set, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [4, 0, 0], lambda: True, config).build()
     sample = torch.utils.data.default_collate([train_set[0]])
-    tokens, labels, loss_mask, attention_mask, positions = pretrain_gpt.get_batch(iter([sample]))
+    tokens, labels, loss_mask, attention_mask, positions, _ = pretrain_gpt.get_batch(iter([sample]))
     assert attention_mask is None
     held = sum(tensor.numel() * tensor.element_size() for tensor in (tokens, labels, loss_mask, positions))
     return held, int(positions[0, 0]), int(positions[0, -1])

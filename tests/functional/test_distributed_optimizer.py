@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.functional.runner import Result, assert_equal_tensors, checkpoint_tensors, on, torchrun, train
+from tests.functional.forked import on_ranks
+from tests.functional.runner import Result, assert_equal_tensors, checkpoint_tensors, on, train
 
 SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
@@ -21,9 +22,9 @@ def rows(result: Result, after: int = 0) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize("precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_the_same_training(corpus: Path, tmp_path: Path, precision: str) -> None:
     flags = f"{precision} {NO_CLIP} {ACCUMULATED} --attention-dropout 0.1 --hidden-dropout 0.1"
-    plain = torchrun(2, *on(corpus, flags, f"--save {tmp_path}/plain"))
-    sharded = torchrun(2, *on(corpus, flags, SHARDED, f"--save {tmp_path}/sharded"))
-    overlapped = torchrun(2, *on(corpus, flags, OVERLAPPED, f"--save {tmp_path}/overlapped"))
+    plain = on_ranks(2, *on(corpus, flags, f"--save {tmp_path}/plain"))
+    sharded = on_ranks(2, *on(corpus, flags, SHARDED, f"--save {tmp_path}/sharded"))
+    overlapped = on_ranks(2, *on(corpus, flags, OVERLAPPED, f"--save {tmp_path}/overlapped"))
     assert rows(sharded) == rows(plain) == rows(overlapped)
     assert sharded.column("grad_norm") == pytest.approx(plain.column("grad_norm"), rel=1e-5)
     saved = {name: checkpoint_tensors(tmp_path / name, 4) for name in ("plain", "sharded", "overlapped")}
@@ -43,11 +44,11 @@ def test_resume_across_ranks_and_kinds_of_optimizer(corpus: Path, tmp_path: Path
     straight = train(*on(corpus, flags))
     folder = f"--save {tmp_path} --load {tmp_path}"
     parts = [
-        torchrun(2, *on(corpus, flags, OVERLAPPED, folder), "--exit-interval 2"),
+        on_ranks(2, *on(corpus, flags, OVERLAPPED, folder), "--exit-interval 2"),
         train(*on(corpus, flags, SHARDED, folder), "--exit-interval 4"),
         train(*on(corpus, flags, folder), "--exit-interval 6"),
-        torchrun(4, *on(corpus, flags, SHARDED, folder), "--exit-interval 8"),
-        torchrun(2, *on(corpus, flags, folder)),
+        on_ranks(4, *on(corpus, flags, SHARDED, folder), "--exit-interval 8"),
+        on_ranks(2, *on(corpus, flags, folder)),
     ]
     assert [part.code for part in parts] == [0] * 5, "\n".join(part.err for part in parts)
     losses = [loss for part in parts for loss in part.losses()]
@@ -61,9 +62,9 @@ FP16 = "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1
 @pytest.mark.parametrize("flags", ["--bf16", *(pytest.param(flags, marks=pytest.mark.slow) for flags in (FP16, "--optimizer sgd"))])
 def test_resume_is_exact(corpus: Path, tmp_path: Path, flags: str) -> None:
     flags = f"{flags} {OVERLAPPED} --train-iters 6"
-    straight = torchrun(2, *on(corpus, flags, f"--save {tmp_path}/straight"))
-    first = torchrun(2, *on(corpus, flags, f"--save {tmp_path}/resumed --exit-interval 3"))
-    second = torchrun(2, *on(corpus, flags, f"--save {tmp_path}/resumed --load {tmp_path}/resumed"))
+    straight = on_ranks(2, *on(corpus, flags, f"--save {tmp_path}/straight"))
+    first = on_ranks(2, *on(corpus, flags, f"--save {tmp_path}/resumed --exit-interval 3"))
+    second = on_ranks(2, *on(corpus, flags, f"--save {tmp_path}/resumed --load {tmp_path}/resumed"))
     assert rows(first) + rows(second) == rows(straight)
     assert_equal_tensors(checkpoint_tensors(tmp_path / "straight", 6), checkpoint_tensors(tmp_path / "resumed", 6))
 
@@ -72,7 +73,7 @@ def test_kinds_convert_without_a_change(corpus: Path, tmp_path: Path) -> None:
     """Loading into the other kind and saving at once keeps every number."""
     train(*on(corpus, f"--bf16 --train-iters 3 --save {tmp_path}/plain"))
     flags = "--bf16 --train-iters 4 --exit-interval 4 --lr 0 --min-lr 0 --override-opt_param-scheduler --weight-decay 0"
-    sharded = torchrun(2, *on(corpus, flags, SHARDED, f"--load {tmp_path}/plain --save {tmp_path}/sharded"))
+    sharded = on_ranks(2, *on(corpus, flags, SHARDED, f"--load {tmp_path}/plain --save {tmp_path}/sharded"))
     assert sharded.code == 0, sharded.err
     before, after = checkpoint_tensors(tmp_path / "plain", 3), checkpoint_tensors(tmp_path / "sharded", 4)
     main = [key for key in before if key.startswith("optimizer.state.fp32_param.")]
@@ -81,7 +82,7 @@ def test_kinds_convert_without_a_change(corpus: Path, tmp_path: Path) -> None:
 
 def test_deterministic_runs_are_equal(corpus: Path, tmp_path: Path) -> None:
     flags = "--deterministic-mode --attention-dropout 0.1 --hidden-dropout 0.1"
-    runs = [torchrun(2, *on(corpus, flags, SHARDED, f"--save {tmp_path}/{name}")) for name in ("one", "two")]
+    runs = [on_ranks(2, *on(corpus, flags, SHARDED, f"--save {tmp_path}/{name}")) for name in ("one", "two")]
     assert rows(runs[0]) == rows(runs[1])
     assert_equal_tensors(checkpoint_tensors(tmp_path / "one", 4), checkpoint_tensors(tmp_path / "two", 4))
 
@@ -91,11 +92,11 @@ def test_instances_and_options_of_the_reduction(corpus: Path, tmp_path: Path) ->
     """Two instances train as one, also from a checkpoint of the other; buckets of another size and bf16 gradients train."""
     flags = f"--train-iters 6 --global-batch-size 4 --micro-batch-size 1 {NO_CLIP}"
     instances = f"{OVERLAPPED} --num-distributed-optimizer-instances 2 --ddp-num-buckets 3"
-    one = torchrun(4, *on(corpus, flags, SHARDED))
+    one = on_ranks(4, *on(corpus, flags, SHARDED))
     folder = f"--save {tmp_path} --load {tmp_path}"
-    first = torchrun(4, *on(corpus, flags, instances, folder), "--exit-interval 3")
-    second = torchrun(2, *on(corpus, flags, f"{SHARDED} --ddp-bucket-size 5000", folder))
+    first = on_ranks(4, *on(corpus, flags, instances, folder), "--exit-interval 3")
+    second = on_ranks(2, *on(corpus, flags, f"{SHARDED} --ddp-bucket-size 5000", folder))
     assert [result.code for result in (one, first, second)] == [0] * 3, first.err + second.err
     assert first.losses() + second.losses() == pytest.approx(one.losses(), rel=2e-6)
     half = f"--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation {SHARDED}"
-    assert torchrun(2, *on(corpus, flags, half)).losses() == pytest.approx(one.losses(), rel=3e-2)
+    assert on_ranks(2, *on(corpus, flags, half)).losses() == pytest.approx(one.losses(), rel=3e-2)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runner import TINY, on, train, write_corpus
+from tests.functional.runner import TINY, on, torchrun, train, write_corpus
 
 EVALUATE = "--eval-interval 2 --eval-iters 2"
 
@@ -62,3 +62,13 @@ def test_each_validation_corpus_has_a_loss_of_its_own(tmp_path: Path) -> None:
         assert alone.evaluations[0]["lm_loss"] == pytest.approx(losses[0][place], rel=1e-9)
     wrong = train(data, EVALUATE, "--multiple-validation-sets --validation-set-names one", base=base)
     assert wrong.code == 2 and "--validation-set-names one" in wrong.err and "2 validation sets" in wrong.err
+
+
+def test_full_validation_counts_every_sample_once_whatever_the_batch(corpus: Path) -> None:
+    """19 samples: the last batch of 4 is short, in batches of 2, 4 and 8, and on two ranks."""
+    frozen = "--lr 0 --min-lr 0 --weight-decay 0 --full-validation --eval-interval 4 --train-iters 4"
+    sizes = [("2", "1"), ("4", "2"), ("8", "8")]
+    results = [train(*on(corpus, frozen, f"--global-batch-size {total} --micro-batch-size {micro}")) for total, micro in sizes]
+    results.append(torchrun(2, *on(corpus, frozen, "--global-batch-size 8 --micro-batch-size 2")))
+    losses = [result.evaluations[0]["lm_loss"] for result in results]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)

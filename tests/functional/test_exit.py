@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from megatron.training import training
+from tests.functional.forked import Ranks
 from tests.functional.runner import (
     ROOT,
+    WAIT,
     Processes,
+    argv,
     assert_equal_tensors,
     checkpoint_tensors,
     checkpoints,
@@ -106,13 +109,12 @@ def test_time_limit(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_two_ranks_end_after_the_same_step(corpus: Path, tmp_path: Path, number: signal.Signals, to: str) -> None:
     """Also when only one of them got the signal."""
     metrics = tmp_path / "metrics.jsonl"
-    with Processes() as started:
-        flags = (f"{ENDLESS} --exit-signal-handler --metrics-file {metrics}", f"--save {tmp_path}/saved")
-        children = started.ranks(2, *on(corpus, *flags), script=POISONED)
-        wait_for_rows(metrics, 2, children[1])
-        for child in children if to == "all" else children[:1]:
-            child.send_signal(number)
-        first, last = (finished(child) for child in children)
+    flags = (f"{ENDLESS} --exit-signal-handler --metrics-file {metrics}", f"--save {tmp_path}/saved")
+    with Ranks(2, argv(*on(corpus, *flags)), POISONED) as ranks:
+        wait_for_rows(metrics, 2, ranks.is_alive)
+        for process in ranks.processes if to == "all" else ranks.processes[:1]:
+            os.kill(process.pid, number)
+        first, last = ranks.results()
     assert (first.code, last.code) == (0, 0), first.err + last.err
     (name,) = checkpoints(tmp_path / "saved")
     assert int(tracker(tmp_path / "saved")) == int(name.removeprefix("iter_")) >= 2
@@ -135,7 +137,7 @@ def test_torchrun_passes_sigterm_on(corpus: Path, tmp_path: Path) -> None:
     with Processes() as started:
         flags = (f"{ENDLESS} --exit-signal-handler --metrics-file {metrics}", f"--save {tmp_path}/saved")
         launcher = started.torchrun(2, *on(corpus, *flags), script=POISONED)
-        wait_for_rows(metrics, 2, launcher)
+        wait_for_rows(metrics, 2, lambda: launcher.poll() is None)
         launcher.send_signal(signal.SIGTERM)
         result = finished(launcher)
     assert "exiting program at iteration" in result.out and "ERROR" not in result.err
@@ -144,13 +146,12 @@ def test_torchrun_passes_sigterm_on(corpus: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_saved_after_a_peer_was_killed(corpus: Path, tmp_path: Path) -> None:
     """No launcher tells the survivor: it finds out by itself, ends, and keeps the last checkpoint as the last."""
-    with Processes() as started:
-        flags = f"{KILL_AT_6} --save-interval 4 --save {tmp_path}"
-        survivor, victim = started.ranks(2, *on(corpus, flags, "--exit-signal-handler"), script=POISONED)
-        assert finished(victim).code == -signal.SIGKILL
+    flags = f"{KILL_AT_6} --save-interval 4 --save {tmp_path}"
+    with Ranks(2, argv(*on(corpus, flags, "--exit-signal-handler")), POISONED) as ranks:
+        ranks.processes[1].join(WAIT)
         died_at = time.monotonic()
-        result = finished(survivor, timeout=60)
-    assert result.code not in (0, None), result.out
+        result, victim = ranks.results(timeout=60)
+    assert victim.code == -signal.SIGKILL and result.code != 0, result.out
     assert time.monotonic() - died_at < 60
     assert checkpoints(tmp_path) == ["iter_0000004"] and tracker(tmp_path) == "4"
     assert result.errors and "rank 1" in result.errors[0], result.err

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional.forked import each_rank
 from tests.functional.runner import ROOT, Processes, Result, checkpoints, finished, on, tracker
 
 POISONED = str(Path(__file__).with_name("poisoned_gpt.py").relative_to(ROOT))
@@ -16,6 +17,8 @@ def fail(
 ) -> list[Result]:
     """Of the ranks one fails in iteration 3; there is a checkpoint of iteration 2. The launcher's result, or each rank's."""
     flags = f"--micro-batch-size 1 --train-iters 6 --save {folder} --save-interval 2 --poison {poison} --poison-rank {rank} {more}"
+    if not launcher and not on_gpu:
+        return each_rank(ranks, *on(corpus, flags), script=POISONED)
     with Processes(on_gpu) as started:
         if launcher:
             children = [started.torchrun(ranks, *on(corpus, flags), script=POISONED)]

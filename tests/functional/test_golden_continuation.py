@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.functional.runner import torchrun, train
+from tests.functional.forked import on_ranks
+from tests.functional.runner import train
 
 RECIPE = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
@@ -31,7 +32,7 @@ def continue_run(golden: Path, folder: Path, name: str, script: str, more: str, 
     if processes == 1:
         result = train(*flags, script=script, base=RECIPE)
     else:
-        result = torchrun(processes, *flags, script=f"{script}.py", base=RECIPE)
+        result = on_ranks(processes, *flags, script=f"{script}.py", base=RECIPE)
     return result, json.loads((golden / "losses.json").read_text())[name]
 
 

@@ -6,7 +6,8 @@ To add a pair: one line of PAIRS.
 
 import pytest
 
-from tests.functional.runner import on, torchrun, train, write_corpus
+from tests.functional.forked import on_ranks
+from tests.functional.runner import on, train, write_corpus
 
 # A small learning rate: Adam moves weights whose gradients are all but zero by full steps, in directions that rounding decides.
 SIZE = "--num-layers 4 --global-batch-size 8 --micro-batch-size 1 --lr 1e-3"
@@ -75,9 +76,9 @@ def alone(corpus):
 @pytest.mark.parametrize("name, model", cases())
 def test_a_pair_trains_the_same_model(corpus, alone, tmp_path, name, model):
     (processes, flags), (later_processes, later_flags), _, _ = PAIRS[name]
-    first = torchrun(processes, *on(corpus, SIZE, MODELS[model], flags, "--exit-interval 2 --save", tmp_path))
+    first = on_ranks(processes, *on(corpus, SIZE, MODELS[model], flags, "--exit-interval 2 --save", tmp_path))
     assert first.code == 0, first.err
-    second = torchrun(later_processes, *on(corpus, SIZE, MODELS[model], later_flags, "--load", tmp_path))
+    second = on_ranks(later_processes, *on(corpus, SIZE, MODELS[model], later_flags, "--load", tmp_path))
     assert second.code == 0, second.err
     assert (first.column("iteration"), second.column("iteration")) == ([1, 2], [3, 4])
     for column in ("lm_loss", "grad_norm"):

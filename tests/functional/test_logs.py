@@ -1,5 +1,6 @@
 """What a run says: console lines, metrics file, TensorBoard, picture. All tell the same numbers."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.functional.runner import Processes, Result, finished, on, train
+from tests.functional.forked import each_rank
+from tests.functional.runner import Result, on, train
 
 REQUIRED = [
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration {iteration:8d}/{total:8d} \|",
@@ -162,7 +164,7 @@ def test_tensorboard_gets_every_step_of_a_longer_interval(corpus: Path, tmp_path
     assert [step for step, _ in scalars(tmp_path / "2")["lm loss"]] == [2, 4, 6]
 
 
-def test_the_curves_are_drawn(corpus: Path, tmp_path: Path) -> None:
+def test_the_curves_are_drawn(corpus: Path, tmp_path: Path, drawn: None) -> None:
     pytest.importorskip("matplotlib")
     result = train(*on(corpus, f"--eval-iters 1 --eval-interval 2 --save {tmp_path}"))
     picture = tmp_path / "training_curves.png"
@@ -174,9 +176,7 @@ def test_the_curves_are_drawn(corpus: Path, tmp_path: Path) -> None:
 def test_the_last_rank_prints(corpus: Path, tmp_path: Path) -> None:
     """Lines, metrics, TensorBoard and picture come from one rank, the last; what rank 0 says it says once."""
     flags = f"--eval-iters 1 --eval-interval 2 --tensorboard-dir {tmp_path}/tb --save {tmp_path}/s"
-    with Processes() as started:
-        children = started.ranks(2, *on(corpus, flags, f"--metrics-file {tmp_path}/m.jsonl"))
-        first, last = (finished(child, tmp_path / "m.jsonl") for child in children)
+    first, last = each_rank(2, *on(corpus, flags))
     assert first.code == last.code == 0, first.err + last.err
     assert training_lines(first) == [] and len(training_lines(last)) == 4
     assert "validation loss" not in first.out and last.out.count(" validation loss at ") == 4
@@ -188,3 +188,15 @@ def test_the_last_rank_prints(corpus: Path, tmp_path: Path) -> None:
     for name in ("lm_loss", "iteration"):
         ours, single = ([row[name] for row in result.evaluations] for result in (last, alone))
         assert ours == pytest.approx(single, rel=1e-6)
+
+
+def test_a_profile_of_some_steps(corpus: Path, tmp_path: Path) -> None:
+    """The trace, and what each kernel (here: operator) took a step; the training is not changed by it."""
+    flags = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 3"
+    result = train(*on(corpus, flags, f"--tensorboard-dir {tmp_path}"))
+    assert result.losses() == train(*on(corpus)).losses()
+    kernels = json.loads((tmp_path / "profile" / "kernels-rank-0.json").read_text())
+    assert kernels["aten::mm"]["ms"] > 0 and kernels["aten::mm"]["calls"] == int(kernels["aten::mm"]["calls"])
+    assert [entry["ms"] for entry in kernels.values()] == sorted((entry["ms"] for entry in kernels.values()), reverse=True)
+    assert (tmp_path / "profile" / "rank-0.json.gz").stat().st_size > 0
+    assert "profile of iterations 2 to 3" in result.out

@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing import load_plain_tensors
 from tests.conftest import ROOT
+from tests.functional.forked import Ranks, joined
 from tests.functional.runner import TINY, environment, on, train
 from tools import loss_compare
 
@@ -76,10 +78,35 @@ def test_errors(words: tuple[str, ...], message: str) -> None:
     assert code == 2 and message in text and "Traceback" not in text
 
 
-def test_a_layout_equals_one_process(corpus: Path) -> None:
-    code, text = compare("--common", f"{RECIPE} {data(corpus)}", "--b", "--tensor-model-parallel-size 2", "--processes-b", "2")
+def layout_equals_one_process(corpus: Path) -> list[str]:
+    """The tool's words for: a run on two tensor-parallel ranks is that of one process."""
+    return ["--common", f"{RECIPE} {data(corpus)}", "--b", "--tensor-model-parallel-size 2", "--processes-b", "2"]
+
+
+def assert_says_equal(code: int, text: str) -> None:
     assert code == 0, text
     assert "2 steps are equal within 1e-05" in text and "tensors are equal too: initial weights, and gradients" in text
+
+
+def started_here(command: list[str], stdout: IO[str], **_: Any) -> subprocess.CompletedProcess:
+    """In the place of subprocess.run: the script that the tool starts, by torchrun or without, on ranks that are forked."""
+    launcher = command[1 : next(i for i, word in enumerate(command) if word.endswith(".py"))]
+    assert command[0] == sys.executable and launcher[:-1] in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"])
+    script, *words = command[1 + len(launcher) :]
+    with Ranks(int(launcher[-1]) if launcher else 1, words, script) as ranks:
+        result = joined(ranks.results())
+    stdout.write(result.out + result.err)
+    return subprocess.CompletedProcess(command, result.code)
+
+
+def test_a_layout_equals_one_process(corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(loss_compare.subprocess, "run", started_here)
+    assert_says_equal(loss_compare.main(layout_equals_one_process(corpus)), capsys.readouterr().out)
+
+
+@pytest.mark.slow  # the same with the processes that the tool starts itself
+def test_the_program_starts_processes(corpus: Path) -> None:
+    assert_says_equal(*compare(*layout_equals_one_process(corpus)))
 
 
 @pytest.mark.slow

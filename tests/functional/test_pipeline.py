@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.functional.runner import on, torchrun, train, write_corpus
+from tests.functional.forked import on_ranks
+from tests.functional.runner import on, train, write_corpus
 
 SIZE = "--num-layers 4 --global-batch-size 8 --eval-iters 1 --eval-interval 2"
 PP = "--pipeline-model-parallel-size 2"
@@ -34,7 +35,7 @@ def same_numbers(found, expected):
 
 def test_two_stages_train_and_one_process_goes_on(corpus, alone, tmp_path):
     _, expected = alone
-    result = torchrun(2, *on(corpus, SIZE, PP, "--save-interval 2 --save", tmp_path))
+    result = on_ranks(2, *on(corpus, SIZE, PP, "--save-interval 2 --save", tmp_path))
     same_numbers(result, expected)
     assert "number of parameters" in result.out
     resumed = train(*on(corpus, SIZE, "--ckpt-step 2 --load", tmp_path))
@@ -46,7 +47,7 @@ def test_two_stages_train_and_one_process_goes_on(corpus, alone, tmp_path):
 def test_chunks_go_on_where_one_process_stopped(corpus, alone):
     folder, expected = alone
     flags = "--num-virtual-stages-per-pipeline-rank 2 --ckpt-step 2 --load"
-    resumed = torchrun(2, *on(corpus, SIZE, PP, flags, folder))
+    resumed = on_ranks(2, *on(corpus, SIZE, PP, flags, folder))
     assert resumed.code == 0, resumed.err
     assert resumed.losses() == pytest.approx(expected.losses()[2:], rel=2e-5)
 
@@ -58,7 +59,7 @@ def test_other_pipelines_train(corpus, extra):
     expected = train(
         *on(corpus, SIZE, extra.replace("--pipeline-schedule zero-bubble", "").replace("--decoder-first-pipeline-num-layers 1", ""))
     )
-    result = torchrun(2, *on(corpus, SIZE, PP, extra))
+    result = on_ranks(2, *on(corpus, SIZE, PP, extra))
     assert result.code == 0, result.err
     assert result.losses() == pytest.approx(expected.losses(), rel=2e-3 if "bf16" in extra else 2e-5)
 
@@ -66,7 +67,7 @@ def test_other_pipelines_train(corpus, extra):
 @pytest.mark.parametrize("flags", ["", "--fp16 --initial-loss-scale 4"])
 def test_all_stages_end_when_the_loss_is_not_finite(corpus, flags):
     poison = f"--poison loss --poison-rank 1 --train-iters 6 {flags}"
-    result = torchrun(2, *on(corpus, SIZE, "--global-batch-size 4 --eval-iters 0", PP, poison), script="tests/functional/poisoned_gpt.py")
+    result = on_ranks(2, *on(corpus, SIZE, "--global-batch-size 4 --eval-iters 0", PP, poison), script="tests/functional/poisoned_gpt.py")
     assert result.code == 1
     assert "on rank 1 all parameters are finite, its own lm loss was not" in result.err
     assert result.column("iteration") == [1, 2, 3]

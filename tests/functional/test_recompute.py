@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runner import assert_equal_tensors, checkpoint_tensors, on, torchrun, train
+from tests.functional.forked import on_ranks
+from tests.functional.runner import assert_equal_tensors, checkpoint_tensors, on, train
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -22,6 +23,6 @@ def test_the_same_training(corpus: Path, tmp_path: Path, flags: str) -> None:
 def test_with_overlapped_reduction(corpus: Path) -> None:
     """Gradients are ready in the backward of the second run."""
     flags = f"{DROPOUT} --overlap-grad-reduce --micro-batch-size 1"
-    plain, recomputed = torchrun(2, *on(corpus, flags)), torchrun(2, *on(corpus, flags, FULL))
+    plain, recomputed = on_ranks(2, *on(corpus, flags)), on_ranks(2, *on(corpus, flags, FULL))
     assert recomputed.code == 0, recomputed.err
     assert recomputed.losses() == plain.losses()

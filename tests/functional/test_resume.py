@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional.forked import on_ranks
 from tests.functional.runner import (
     TINY,
     Result,
     assert_equal_tensors,
     checkpoint_tensors,
     on,
-    torchrun,
     train,
 )
 
@@ -124,7 +124,7 @@ def test_resume_with_other_data_parallel_size(corpus: Path, tmp_path: Path) -> N
     straight = train(*on(corpus, "--train-iters 9"))
     folder = f"--save {tmp_path} --load {tmp_path} --train-iters 9"
     first = train(*on(corpus, folder), "--exit-interval 3")
-    second = torchrun(2, *on(corpus, folder), "--exit-interval 6")
+    second = on_ranks(2, *on(corpus, folder), "--exit-interval 6")
     third = train(*on(corpus, folder))
     assert [result.code for result in (first, second, third)] == [0, 0, 0], second.err
     together = first.steps + second.steps + third.steps

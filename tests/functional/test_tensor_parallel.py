@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import load_common_state_dict
-from tests.functional.runner import Result, checkpoint_tensors, on, torchrun, train
+from tests.functional.forked import on_ranks
+from tests.functional.runner import Result, checkpoint_tensors, on, train
 
 TP2 = "--tensor-model-parallel-size 2"
 TP4 = "--tensor-model-parallel-size 4"
@@ -38,7 +39,7 @@ def test_a_run_equals_that_of_one_process(corpus: Path, processes: int, layout: 
     flags = "--vocab-size 250 --make-vocab-size-divisible-by 1 --eval-iters 1 --log-throughput --log-params-norm"
     normalised = " --calculate-per-token-loss" if "per-token" in layout else ""
     alone = train(*on(corpus, flags + normalised))
-    result = torchrun(processes, *on(corpus, f"{flags} {layout}"))
+    result = on_ranks(processes, *on(corpus, f"{flags} {layout}"))
     assert_same_training(result, alone)
     for row, expected in zip(result.evaluations, alone.evaluations, strict=True):
         assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-6)
@@ -52,7 +53,7 @@ def test_checkpoints_go_on_in_another_tensor_parallel_size(corpus: Path, tmp_pat
     straight = train(*on(corpus, GATED, "--train-iters 9"))
     folder = f"--save {tmp_path} --load {tmp_path} --train-iters 9"
     first = train(*on(corpus, GATED, folder), "--exit-interval 3")
-    second = torchrun(2, *on(corpus, GATED, folder, f"{TP2} {SP}"), "--exit-interval 6")
+    second = on_ranks(2, *on(corpus, GATED, folder, f"{TP2} {SP}"), "--exit-interval 6")
     third = train(*on(corpus, GATED, folder), "--use-checkpoint-args")
     for result, after in ((first, 0), (second, 3), (third, 6)):
         assert_same_training(result, straight, after)
@@ -74,7 +75,7 @@ def test_checkpoints_go_through_every_layout(corpus: Path, tmp_path: Path, flags
     folder = f"--save {tmp_path} --load {tmp_path} --train-iters 14"
     layouts = [(2, TP2), (4, f"{TP4} {SP}"), (2, ""), (4, f"{TP2} {SP}"), (4, TP4), (1, ""), (2, f"{TP2} {SP}")]
     for number, (processes, layout) in enumerate(layouts):
-        result = torchrun(processes, *on(corpus, flags, folder, layout), f"--exit-interval {2 * number + 2}")
+        result = on_ranks(processes, *on(corpus, flags, folder, layout), f"--exit-interval {2 * number + 2}")
         assert_same_training(result, straight, 2 * number)
 
 
@@ -86,7 +87,7 @@ def test_half_precision(corpus: Path, tmp_path: Path, precision: str) -> None:
     """Ranks agree on which steps overflow; fp32 copies of the weights go on in another tensor-parallel size."""
     flags = f"{precision} --train-iters 8"
     straight = train(*on(corpus, flags))
-    half = torchrun(2, *on(corpus, flags, f"{TP2} {SP} --save {tmp_path} --exit-interval 4"))
+    half = on_ranks(2, *on(corpus, flags, f"{TP2} {SP} --save {tmp_path} --exit-interval 4"))
     resumed = train(*on(corpus, flags, f"--load {tmp_path}"))
     assert straight.code == half.code == resumed.code == 0, half.err
     assert half.losses() + resumed.losses() == pytest.approx(straight.losses(), rel=5e-3)
@@ -99,9 +100,9 @@ def test_half_precision(corpus: Path, tmp_path: Path, precision: str) -> None:
 def test_random_states_of_another_layout(corpus: Path, tmp_path: Path) -> None:
     """Dropout: the same layout goes on with the same masks; another one takes what there is, and says so once."""
     flags = f"--attention-dropout 0.1 --hidden-dropout 0.1 --train-iters 4 --load {tmp_path}"
-    saved = torchrun(2, *on(corpus, flags, TP2, f"--save {tmp_path} --exit-interval 2"))
-    straight = torchrun(2, *on(corpus, flags.replace(f"--load {tmp_path}", ""), TP2))
-    resumed = torchrun(2, *on(corpus, flags, TP2))
+    saved = on_ranks(2, *on(corpus, flags, TP2, f"--save {tmp_path} --exit-interval 2"))
+    straight = on_ranks(2, *on(corpus, flags.replace(f"--load {tmp_path}", ""), TP2))
+    resumed = on_ranks(2, *on(corpus, flags, TP2))
     assert saved.code == resumed.code == 0, resumed.err
     assert saved.losses() + resumed.losses() == straight.losses()
     assert "another layout" not in resumed.out
@@ -111,7 +112,7 @@ def test_random_states_of_another_layout(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_padded_vocabulary_that_tensor_parallelism_does_not_divide_is_refused(corpus: Path) -> None:
-    result = torchrun(2, *on(corpus, TP2, "--padded-vocab-size 129"))
+    result = on_ranks(2, *on(corpus, TP2, "--padded-vocab-size 129"))
     assert result.code != 0 and "--padded-vocab-size 129: must be a multiple of --tensor-model-parallel-size 2" in result.err
 
 

@@ -58,16 +58,19 @@ def join_from_context_parallel(parts: Sequence[torch.Tensor], dim: int) -> torch
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=dim)
 
 
-def split_batch(batch: dict[str, Any], cp_group: Group) -> dict[str, Any]:
+def split_batch(batch: dict[str, Any], cp_group: Group, packed: PackedSeqParams | None = None) -> dict[str, Any]:
     """`batch` with this rank's part of each tensor: dimension 1 is the sequence ([b, s]); of an attention mask [b, 1, s, s] dimension 2.
 
-    A mask keeps all its keys, for queries of this rank see keys of all. What is no tensor is passed on.
+    A mask keeps all its keys, for queries of this rank see keys of all. What is no tensor is passed on. packed: of each of its sequences
+    the rank's part.
     """
     rank, size = get_pg_rank(cp_group), get_pg_size(cp_group)
 
     def part(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        if packed is not None:
+            return split_packed(value, 1, packed, rank, size)
         return split_for_context_parallel(value, 2 if name == "attention_mask" else 1, rank, size)
 
     return batch if size == 1 else {name: part(name, value) for name, value in batch.items()}

@@ -34,6 +34,11 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus: float = 0.005
     """fraction of samples built beyond each corpus's share of a blend"""
 
+    data_order: dict[str, list[dict[str, Any]]] | None = None
+    """where a run that is taken up again stands: for "train" and "valid" the plan of each of their datasets (SamplePlan.state_dict)"""
+    object_storage_cache_path: str | None = None
+    """local folder for corpora whose prefix is a URL such as s3://bucket/corpus"""
+
     def __post_init__(self) -> None:
         problems = self.problems()
         if problems:

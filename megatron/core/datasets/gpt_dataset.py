@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.helpers import build_gpt_indices
+from megatron.core.datasets.helpers import SEPARATE_EPOCH_THRESHOLD, build_gpt_indices
 from megatron.core.datasets.index_cache import IndexCache, describe, description_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.object_storage import is_remote, local_prefix
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """leave out the last validation sample when there are not enough tokens to fill it, rather than pad it"""
     add_extra_token_to_sequence: bool = True
     """read one token more than sequence_length, the label of the last one; without it the last position has no loss"""
+    separate_last_epoch_below: float = SEPARATE_EPOCH_THRESHOLD
+    """a last epoch of which a smaller part is needed is shuffled apart from the others, after them"""
     vocab_size: int | None = None
     """number of ids that there are: samples with ids beyond it are refused. None: no check"""
 
@@ -50,6 +53,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         found = super().problems()
         if self.tokenizer is None:
             found.append("tokenizer is None: GPTDataset needs one, for its end-of-document id")
+        if not 0 <= self.separate_last_epoch_below <= 1:
+            found.append(f"separate_last_epoch_below {self.separate_last_epoch_below} is a part of an epoch, from 0 to 1; 0.8 is usual")
         return found
 
 
@@ -90,18 +95,26 @@ class GPTDataset(torch.utils.data.Dataset):
         self.unique_identifiers["index_split"] = index_split.name
         for name in self._key_config_attributes():
             self.unique_identifiers[name] = getattr(config, name)
+        if config.separate_last_epoch_below != SEPARATE_EPOCH_THRESHOLD:  # else the description is Megatron-LM's
+            self.unique_identifiers["separate_last_epoch_below"] = config.separate_last_epoch_below
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = description_hash(self.unique_description)
         cache = IndexCache(self._cache_folder(), type(self).__name__, index_split.name, self.unique_description, INDEX_NAMES)
         self.document_index, self.sample_index, self.shuffle_index = cache.load_or_build(self._build_indices, self._index_problem)
         if len(self) == 0 and num_samples != 0:
             raise ValueError(self._too_small())
-        if config.vocab_size is not None and len(self):
-            self[0]  # data of another tokenizer shows at start-up, not in a loader's worker
+        self._check_first_sample()
+
+    def _check_first_sample(self) -> None:
+        """Data of another tokenizer shows at start-up, not in a loader's worker."""
+        if self.config.vocab_size is not None and len(self):
+            self[0]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
         """What the documents are read from."""
+        if is_remote(dataset_path):
+            dataset_path = local_prefix(dataset_path, config.object_storage_cache_path)
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
 
     @staticmethod
@@ -117,13 +130,17 @@ class GPTDataset(torch.utils.data.Dataset):
     def _cache_folder(self) -> str | None:
         if self.config.path_to_cache is not None:
             return self.config.path_to_cache
-        return None if self.dataset_path is None else os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
+        base = self.dataset_path
+        if is_remote(base):  # its local copy's prefix
+            base = getattr(self.dataset, "path_prefix", None)
+        return None if base is None else os.path.join(base, "cache", f"{type(self).__name__}_indices")
 
     def _build_indices(self) -> tuple[np.ndarray, ...]:
         drop = self.config.drop_last_partial_validation_sequence if self.index_split is Split.valid else True
         lengths, length, seed = self.dataset.sequence_lengths, self.config.sequence_length, self.config.random_seed
         try:
-            return build_gpt_indices(lengths, self.indices, self.num_samples, length, seed, self.extra, drop)
+            below = self.config.separate_last_epoch_below
+            return build_gpt_indices(lengths, self.indices, self.num_samples, length, seed, self.extra, drop, below)
         except ValueError as error:
             raise ValueError(f"{self._too_small()}: {error}") from None
 

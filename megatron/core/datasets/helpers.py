@@ -2,7 +2,7 @@
 
 Three arrays describe a dataset that runs over its documents for some epochs, in the order that training asks for:
 
-    document_index  int32 [epochs * documents]   documents in the order in which their tokens are read
+    document_index  int32 or int64 [epochs * documents]   documents in the order in which their tokens are read
     sample_index    int32 or int64 [samples + 1, 2]   where sample i starts: (position in document_index, token inside that document)
     shuffle_index   uint32 or int64 [samples]    training sample j is sample shuffle_index[j]
 
@@ -10,11 +10,13 @@ Sample i takes the tokens i * sequence_length up to (i + 1) * sequence_length (i
 The functions that have a `plain_` twin are compared with it by the tests.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+logger = logging.getLogger(__name__)
 CHUNK = 1 << 18  # documents handled at a time: the working set stays in the cache
 SEPARATE_EPOCH_THRESHOLD = 0.80
 INT32_MAX = np.iinfo(np.int32).max
@@ -29,11 +31,17 @@ class EpochPlan:
     samples_before: int
 
 
-def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None, extra: int = 1) -> EpochPlan:
+def plan_epochs(
+    tokens_per_epoch: int,
+    sequence_length: int,
+    num_samples: int | None,
+    extra: int = 1,
+    separate_below: float = SEPARATE_EPOCH_THRESHOLD,
+) -> EpochPlan:
     """The fewest epochs (at least one) whose tokens give `num_samples` samples; one epoch when that is None.
 
-    A last epoch of which less than 0.80 is needed would mix rarely used documents into all of training: it is shuffled on its own.
-    Raises ValueError when there is no token at all.
+    A last epoch of which less than `separate_below` (Megatron-LM's 0.80) is needed would mix rarely used documents into all of training:
+    it is shuffled on its own. Raises ValueError when there is no token at all.
     """
     if tokens_per_epoch < 1:
         raise ValueError("there is not one token in its documents")
@@ -44,18 +52,27 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
         return EpochPlan(1, False, 0)
     samples_before = ((num_epochs - 1) * tokens_per_epoch - extra) // sequence_length
     samples_per_epoch = (tokens_per_epoch - extra) // sequence_length
-    separate = num_samples - samples_before < int(SEPARATE_EPOCH_THRESHOLD * samples_per_epoch)
+    separate = num_samples - samples_before < int(separate_below * samples_per_epoch)
     return EpochPlan(num_epochs, separate, samples_before)
 
 
 def build_document_index(documents: np.ndarray, num_epochs: int, random: np.random.RandomState, separate_last_epoch: bool) -> np.ndarray:
-    """`documents` (ids) repeated `num_epochs` times and shuffled together, the last epoch apart if asked: int32 [epochs * documents]."""
-    index = np.tile(np.asarray(documents, dtype=np.int32), num_epochs)
+    """`documents` (ids) repeated `num_epochs` times and shuffled together, the last epoch apart if asked: [epochs * documents], int32.
+
+    Ids beyond int32 make it int64.
+    """
+    dtype = np.int64 if documents.max(initial=0) > INT32_MAX else np.int32
+    index = np.tile(documents.astype(dtype, copy=False), num_epochs)
     split = len(index) - len(documents) if separate_last_epoch and num_epochs > 1 else len(index)
     random.shuffle(index[:split])
     if split < len(index):
         random.shuffle(index[split:])
     return index
+
+
+def document_ids(begin: int, end: int) -> np.ndarray:
+    """Ids of the documents from `begin` to `end`: int32, int64 where they do not fit."""
+    return np.arange(begin, end, dtype=np.int64 if end > INT32_MAX else np.int32)
 
 
 def count_samples(num_tokens: int, sequence_length: int, extra: int = 1, drop_last_partial: bool = True) -> int:
@@ -142,13 +159,17 @@ def build_gpt_indices(
     seed: int,
     extra: int = 1,
     drop_last_partial: bool = True,
+    separate_below: float = SEPARATE_EPOCH_THRESHOLD,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """document_index, sample_index, shuffle_index for at least `num_samples` samples (None: one epoch) out of `documents`.
 
     One RandomState(seed) orders first the documents, then the samples. All samples of the whole epochs are kept, also beyond num_samples.
     """
     tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
-    plan = plan_epochs(tokens_per_epoch, sequence_length, num_samples, extra)
+    plan = plan_epochs(tokens_per_epoch, sequence_length, num_samples, extra, separate_below)
+    if plan.separate:
+        needed = (num_samples or 0) - plan.samples_before
+        logger.info("the last of %d epochs, of which %d samples are needed, is shuffled apart from the others", plan.num_epochs, needed)
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan.num_epochs, random, plan.separate)
     num_tokens = tokens_per_epoch * plan.num_epochs
@@ -158,7 +179,10 @@ def build_gpt_indices(
     return document_index, sample_index, shuffle_index
 
 
-LANE = 1024  # samples that one lane of the blending order covers
+LANE = 2048  # samples that one lane of the blending order covers
+LANE_NUMBERS = 20_480  # float64 of a matrix [corpora, lanes] that is worked on at once: 160 KB, a core's cache holds a few
+FEW = 24  # corpora up to which it is faster to work on whole matrices than on what was drawn
+NUMBERED_TOGETHER = 1 << 16  # samples, likewise
 SETTLE = 128  # samples by which a lane, started from rounded counts, has nearly always fallen into the true order
 
 
@@ -179,7 +203,7 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
     start = _rounded_counts(weights, early)
     _run_lanes(weights, early[1:], start[:, 1:], SETTLE, None)
     drawn = start.copy()
-    picks = np.zeros((steps, lanes), dtype=np.int16)
+    picks = np.zeros((steps, lanes), dtype=_smallest_dtype(weights))
     _run_lanes(weights, first, drawn, steps, picks)
     while True:
         wrong = 1 + np.flatnonzero((drawn[:, :-1] != start[:, 1:]).any(axis=0))
@@ -189,12 +213,21 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
         counts, again = start[:, wrong], picks[:, wrong]
         _run_lanes(weights, first[wrong], counts, steps, again)
         drawn[:, wrong], picks[:, wrong] = counts, again
-    dataset_index = np.ascontiguousarray(picks.T).reshape(-1)[:size]
-    counts = np.bincount(dataset_index, minlength=len(weights))
-    sample_index = np.empty(size, dtype=np.int64)
-    # a stable sort brings together what each corpus gives, in order: number it from 0
-    sample_index[np.argsort(dataset_index, kind="stable")] = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
-    return dataset_index, sample_index
+    dataset_index = np.ascontiguousarray(picks.T).reshape(-1)[:size].astype(np.int16)
+    return dataset_index, _number_draws(dataset_index, len(weights))
+
+
+def _number_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
+    """For each draw of a blend how often its corpus was drawn before: int64 [size]."""
+    numbers = np.empty(len(dataset_index), dtype=np.int64)
+    drawn = np.zeros(num_datasets, dtype=np.int64)
+    for start in range(0, len(dataset_index), NUMBERED_TOGETHER):
+        picks, part = dataset_index[start : start + NUMBERED_TOGETHER], numbers[start : start + NUMBERED_TOGETHER]
+        for corpus in np.unique(picks) if num_datasets > 32 else range(num_datasets):
+            places = np.flatnonzero(picks == corpus)
+            part[places] = np.arange(drawn[corpus], drawn[corpus] + len(places))
+            drawn[corpus] += len(places)
+    return numbers
 
 
 def _rounded_counts(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -206,20 +239,46 @@ def _rounded_counts(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
     return counts + (rank < missing)
 
 
+def _smallest_dtype(weights: np.ndarray) -> type[np.integer]:
+    return np.uint8 if len(weights) <= 256 else np.int16
+
+
 def _run_lanes(weights: np.ndarray, first: np.ndarray, drawn: np.ndarray, steps: int, picks: np.ndarray | None) -> None:
     """Draw `steps` samples in each lane k, from sample number first[k] on: adds to `drawn` [D, K], fills `picks` [steps, K]."""
-    lanes = np.arange(len(first))
+    width = max(64, LANE_NUMBERS // len(weights))
+    for begin in range(0, len(first), width):
+        block = slice(begin, begin + width)
+        counts = np.ascontiguousarray(drawn[:, block])
+        _run_block(weights, first[block], counts, steps, None if picks is None else picks[:, block])
+        drawn[:, block] = counts
+
+
+def _run_block(weights: np.ndarray, first: np.ndarray, drawn: np.ndarray, steps: int, picks: np.ndarray | None) -> None:
+    """`_run_lanes` for as many lanes as the cache of a core holds."""
+    shape = len(weights), len(first)
+    behind, largest, is_pick = np.empty(shape), np.empty(shape[1]), np.empty(shape, dtype=bool)
+    kind, is_few = _smallest_dtype(weights), shape[0] <= FEW
+    ids, chosen, picked = np.arange(shape[0], dtype=kind)[:, None], np.empty(shape, dtype=kind), np.empty(shape[1], dtype=kind)
+    number, column, lanes = first.astype(np.float64), weights[:, None], np.arange(shape[1])
     for step in range(steps):
-        number = np.maximum(first + step, 1).astype(np.float64)
-        largest = weights[0] * number - drawn[0]
-        pick = np.zeros(len(first), dtype=np.int64)
-        for corpus in range(1, len(weights)):
-            behind = weights[corpus] * number - drawn[corpus]
-            pick[behind > largest] = corpus
-            np.maximum(largest, behind, out=largest)
-        drawn[pick, lanes] += 1
+        np.multiply(column, np.maximum(number, 1.0), out=behind)
+        np.subtract(behind, drawn, out=behind)
+        np.maximum.reduce(behind, axis=0, out=largest)
+        np.equal(behind, largest, out=is_pick)
+        if np.count_nonzero(is_pick) != shape[1]:  # equals: the first one is drawn
+            pick = is_pick.argmax(axis=0)
+            is_pick[:] = False
+            is_pick[pick, lanes] = True
+        if is_few:
+            np.add(drawn, is_pick, out=drawn)
+            np.add.reduce(np.multiply(is_pick, ids, out=chosen), axis=0, dtype=kind, out=picked)
+        else:
+            corpus, lane = np.divmod(np.flatnonzero(is_pick), shape[1])
+            picked[lane] = corpus
+            drawn[corpus, lane] += 1
         if picks is not None:
-            picks[step] = pick
+            picks[step] = picked
+        number += 1
 
 
 def plain_build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

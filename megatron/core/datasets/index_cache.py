@@ -1,7 +1,8 @@
 """Index arrays on disk: `<hash>-<class>-<split>-<name>.npy` beside a `-description.txt` that says what they were built for.
 
 The hash is the md5 of the description, a JSON text. Each file is written under another name and renamed; the description
-comes last, so where it is there the arrays are whole. Arrays are loaded as read-only maps. Torch-free.
+comes last, so where it is there the arrays are whole. Beside them lies `-checksums.json`, {file: [bytes, CRC-32]}, which Megatron-LM does
+not know: without it (its caches) the arrays are judged by their shapes alone. Arrays are loaded as read-only maps. Torch-free.
 """
 
 import hashlib
@@ -9,7 +10,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +22,32 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 Arrays = tuple[np.ndarray, ...]
+CHECKSUMS = "checksums.json"
+BLOCK = 16 << 20  # bytes
+
+
+@dataclass
+class CacheUse:
+    """What this process did with index caches since it began: sets of arrays that were found, built, and built but not stored."""
+
+    found: int = 0
+    built: int = 0
+    unsaved: int = 0
+
+
+use = CacheUse()
+_verify = True
+
+
+@contextmanager
+def trusted() -> Iterator[None]:
+    """Within it checksums are not computed: another process has just done so. Sizes are compared all the same."""
+    global _verify
+    before, _verify = _verify, False
+    try:
+        yield
+    finally:
+        _verify = before
 
 
 def describe(identifiers: Mapping[str, Any]) -> str:
@@ -40,6 +70,15 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def checksum(path: Path) -> list[int]:
+    """[bytes, CRC-32] of a file."""
+    total, crc = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            total, crc = total + len(block), zlib.crc32(block, crc)
+    return [total, crc]
+
+
 class IndexCache:
     """The cached arrays `names` of one dataset in `folder` (None: never cached)."""
 
@@ -60,7 +99,10 @@ class IndexCache:
         """
         found = self._load(problem)
         if found is not None:
+            use.found += 1
+            logger.info("index cache hit: %s", self.stem)
             return found
+        use.built += 1
         started = time.perf_counter()
         arrays = build()
         logger.info("built %s for %s in %.2f s", ", ".join(self.names), self.stem, time.perf_counter() - started)
@@ -70,9 +112,10 @@ class IndexCache:
         if self.folder is None or not self.path("description.txt").is_file():
             return None
         try:
-            reason = None if self.path("description.txt").read_text("utf-8") == self.description else "another description"
-            arrays = tuple(_map(self.path(f"{name}.npy")) for name in self.names)
-            reason = reason or problem(*arrays)
+            reason = self._damage()
+            if reason is None:
+                arrays = tuple(_map(self.path(f"{name}.npy")) for name in self.names)
+                reason = problem(*arrays)
         except (OSError, ValueError, EOFError) as error:
             reason = str(error)
         if reason is None:
@@ -80,22 +123,50 @@ class IndexCache:
         logger.warning("index cache %s: %s; building it again", self.path("*"), reason)
         return None
 
+    def _damage(self) -> str | None:
+        """What the checksums have against the files, or None."""
+        path = self.path("description.txt")
+        if path.read_text("utf-8") != self.description:
+            return f"{path.name} holds another description"
+        try:
+            sums = json.loads(self.path(CHECKSUMS).read_text("utf-8"))
+            expected = [sums[self.path(f"{name}.npy").name][:2] for name in self.names]
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError):
+            return f"{self.path(CHECKSUMS).name} is damaged"
+        for name, wanted in zip(self.names, expected):
+            path = self.path(f"{name}.npy")
+            if path.stat().st_size != wanted[0] or (_verify and checksum(path) != wanted):
+                return f"{path.name} is damaged: it is not what was written (by its size or checksum)"
+        return None
+
     def _store(self, arrays: Arrays) -> Arrays:
         if self.folder is None:
+            use.unsaved += 1
             return arrays
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path("description.txt").unlink(missing_ok=True)
+            self.path(CHECKSUMS).unlink(missing_ok=True)
+            sums = {}
             for name, array in zip(self.names, arrays):
-                write_atomically(self.path(f"{name}.npy"), partial(np.save, arr=array, allow_pickle=False))
+                path = self.path(f"{name}.npy")
+                write_atomically(path, partial(np.save, arr=array, allow_pickle=False))
+                sums[path.name] = checksum(path)
+            write_atomically(self.path(CHECKSUMS), lambda file: file.write(json.dumps(sums, indent=4).encode("utf-8")))
             write_atomically(self.path("description.txt"), lambda file: file.write(self.description.encode("utf-8")))
         except OSError as error:
             message = "the index cache cannot be written (%s): each process builds its own; set --data-cache-path to a writable folder"
             logger.warning(message, error)
+            use.unsaved += 1
             return arrays
         return tuple(_map(self.path(f"{name}.npy")) for name in self.names)
 
 
 def _map(path: Path) -> np.ndarray:
-    # as a plain ndarray: indexing a memmap object costs microseconds
-    return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    try:
+        # as a plain ndarray: indexing a memmap object costs microseconds
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None

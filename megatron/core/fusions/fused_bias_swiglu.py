@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.kernels import kernels_run_on
+
 
 class _SwiGLU(torch.autograd.Function):
     """Keeps its input alone; silu is computed again going back."""
@@ -33,7 +35,25 @@ def bias_swiglu_impl(
     """[.., 2n] (+ bias [2n]) -> [.., n]."""
     if fp8_input_store or cpu_offload_input:
         raise ValueError("bias_swiglu_impl: fp8_input_store and cpu_offload_input are not built yet; leave them out")
-    return _SwiGLU.apply(input if bias is None else input + bias)
+    x = input if bias is None else input + bias
+    if kernels_run_on(x):
+        from megatron.core.fusions.kernels.swiglu import swiglu
+
+        return swiglu(x)
+    return _SwiGLU.apply(x)
+
+
+def weighted_bias_swiglu_impl(
+    input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
+) -> torch.Tensor:
+    """[n, 2h] (+ bias [2h]) -> [n, h], row i times weights[i]: an expert's activation. `weights` [n] or [n, 1], of any float dtype."""
+    x = input if bias is None else input + bias
+    if not fp8_input_store and kernels_run_on(x):
+        from megatron.core.fusions.kernels.swiglu import swiglu
+
+        return swiglu(x, weights.reshape(x.shape[:-1]))
+    out = bias_swiglu_impl(x, None, fp8_input_store)
+    return (out * weights.reshape(*x.shape[:-1], 1)).to(out.dtype)
 
 
 def bias_swiglu_plain(input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

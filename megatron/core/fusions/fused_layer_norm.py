@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.tensor_parallel.layers import empty_parameter
 from megatron.core.tensor_parallel.param_sharding import declare, replicated
 
 # What config.normalization may be -> whether it leaves out the mean and the bias.
 NORMALIZATIONS = {"LayerNorm": False, "RMSNorm": True}
+WIDEST_KERNEL = 16384  # the kernel holds a row at once
 
 
 def is_rms(normalization: str) -> bool:
@@ -26,6 +28,10 @@ def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, rms: bool, zero_centered: bool = False
 ) -> torch.Tensor:
     """Normalize the last dim, times weight (1 + weight when zero-centred), plus bias. LayerNorm, or RMSNorm when `rms`."""
+    if kernels_run_on(x) and x.shape[-1] <= WIDEST_KERNEL:
+        from megatron.core.fusions.kernels import norm as kernels
+
+        return kernels.norm(x, weight, bias, eps, rms=rms, zero_centered=zero_centered)
     if zero_centered:
         weight = weight + 1
     if rms:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.fusions.kernels import kernels_run_on
+
 
 class _Rotate(torch.autograd.Function):
     """Keeps cosines and sines alone: the gradient is turned back by the same angles."""
@@ -14,14 +16,23 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(t, cos, sin, interleaved)
+        ctx.interleaved, ctx.shape = interleaved, t.shape
+        return _turned(t, cos, sin, interleaved, back=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
+        return _turned(grads[0], cos, sin, ctx.interleaved, back=True).view(ctx.shape), None, None, None
+
+
+def _turned(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:
+    """By the angles, or back by them; by Triton's kernel where it runs. t [s, b, heads, d] or [s, b, groups, heads of one, d]."""
+    if kernels_run_on(t) and t.stride(-1) == 1:
+        from megatron.core.fusions.kernels.rope import turn
+
+        return turn(t, cos, sin, interleaved, back)
+    return _turn(t.flatten(2, -2), cos, -sin if back else sin, interleaved)
 
 
 def _pairs(t: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,9 +54,12 @@ def _turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
 
 
 def fused_apply_rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """t [s, b, heads, d], freqs [s, 1, 1, width <= d] in radians, each angle twice as RotaryEmbedding makes them -> like t."""
+    """t [s, b, heads, d], freqs [s, 1, 1, width <= d] in radians, each angle twice as RotaryEmbedding makes them -> like t.
+
+    t may be [s, b, groups, heads of one, d], as queries lie in a packed projection -> [s, b, heads, d] without a copy in between.
+    """
     angles = _pairs(freqs, interleaved)[0]
-    return _Rotate.apply(t, angles.cos().to(t.dtype), angles.sin().to(t.dtype), interleaved)
+    return _Rotate.apply(t, angles.cos().to(t.dtype).contiguous(), angles.sin().to(t.dtype).contiguous(), interleaved)
 
 
 def apply_rotary_plain(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:

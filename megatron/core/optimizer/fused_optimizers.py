@@ -1,6 +1,7 @@
-"""Adam and SGD as torch's fused kernels, with the gradient's scale and the decision to skip read on the device.
+"""Adam and SGD as fused kernels, with the gradient's scale and the decision to skip read on the device.
 
-The kernels divide each gradient by `grad_scale` in place, and leave everything alone when `found_inf` is 1. They take a learning rate
+On a GPU large tensors go through a Triton kernel that writes the model's copy too; the rest through torch's, which divide each gradient by
+`grad_scale` in place. All leave everything alone when `found_inf` is 1. They take a learning rate
 for each group from the host and keep one step count a group (checkpoints hold it there), which a skipped step does not move.
 """
 
@@ -9,7 +10,11 @@ from typing import Any
 
 import torch
 
+from megatron.core.fusions.kernels import kernels_run_on
+
 Tensors = list[torch.Tensor]
+Targets = list[torch.Tensor | None]
+KERNEL_ELEMENTS = 1 << 23  # from this size on a launch of its own costs the host less than it saves the GPU
 
 
 class FusedOptimizer:
@@ -31,31 +36,42 @@ class FusedOptimizer:
                 self.state[param] = {name: torch.zeros_like(param, requires_grad=False) for name in self.state_names}
 
     @torch.no_grad()
-    def step(self, grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
-        """One update. `grads` follows the parameters of all groups in order, in their dtypes; they are divided by grad_scale in place.
+    def step(
+        self,
+        grads: Sequence[torch.Tensor],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+        targets: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """One update. `grads` follows the parameters of all groups in order, in their dtypes; they may be divided by grad_scale in place.
 
-        grad_scale, found_inf: 0-d fp32 tensors on the parameters' device.
+        grad_scale, found_inf: 0-d fp32 tensors on the parameters' device. targets: for each parameter where its rounded copy goes, or
+        None; after a skipped step it holds what it held.
         """
         if grad_scale is not None:
             # the kernels read the scale as fp32, which would cost fp64 gradients their precision
             wide = [grad for grad in grads if grad.dtype == torch.float64]
             if wide:
                 torch._foreach_div_(wide, grad_scale)
-        remaining = iter(grads)
+        remaining = iter(zip(grads, targets if targets is not None else [None] * len(grads), strict=True))
         for group in self.param_groups:
             group["step"] += 1.0 - found_inf
-            by_dtype: dict[torch.dtype, tuple[Tensors, Tensors]] = {}
+            by_dtype: dict[torch.dtype, tuple[Tensors, Tensors, Targets]] = {}
             for param in group["params"]:
-                grad = next(remaining)
+                grad, target = next(remaining)
                 if param.numel() == 0:  # a part of a parameter of which another rank has everything
                     continue
-                params_grads = by_dtype.setdefault(param.dtype, ([], []))
-                params_grads[0].append(param)
-                params_grads[1].append(grad)
-            for dtype, (params, group_grads) in by_dtype.items():
+                kept = by_dtype.setdefault(param.dtype, ([], [], []))
+                kept[0].append(param)
+                kept[1].append(grad)
+                kept[2].append(target)
+            for dtype, (params, group_grads, copies) in by_dtype.items():
                 scale = None if grad_scale is None or dtype == torch.float64 else grad_scale.float()
                 states = [[self.state[param][name] for param in params] for name in self.state_names]
-                self._update(group, params, group_grads, states, scale, found_inf)
+                self._update(group, params, group_grads, states, copies, scale, found_inf)
+                written = [(copy, param) for copy, param in zip(copies, params, strict=True) if copy is not None]
+                if written:
+                    torch._foreach_copy_([copy for copy, _ in written], [param for _, param in written])
 
     def _update(
         self,
@@ -63,9 +79,11 @@ class FusedOptimizer:
         params: Tensors,
         grads: Tensors,
         states: list[Tensors],
+        targets: Targets,
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor,
     ) -> None:
+        """May write some of `targets`, and puts None in their places."""
         raise NotImplementedError
 
 
@@ -79,10 +97,19 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         for group in param_groups:
             group.update(betas=betas, eps=eps, bias_correction=True)
+        self.decoupled = decoupled_weight_decay
         self.kernel: Callable[..., None] = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
         super().__init__(param_groups)
 
-    def _update(self, group, params, grads, states, grad_scale, found_inf):  # type: ignore[no-untyped-def]
+    def _update(self, group, params, grads, states, targets, grad_scale, found_inf):  # type: ignore[no-untyped-def]
+        by_kernel = [_large(param, grad, target) for param, grad, target in zip(params, grads, targets, strict=True)]
+        if any(by_kernel):
+            self._update_large(group, params, grads, states, targets, grad_scale, found_inf, by_kernel)
+            rest = [index for index, large in enumerate(by_kernel) if not large]
+            params, grads = [params[index] for index in rest], [grads[index] for index in rest]
+            states = [[state[index] for index in rest] for state in states]
+        if not params:
+            return
         self.kernel(
             params,
             grads,
@@ -101,6 +128,32 @@ class FusedAdam(FusedOptimizer):
             found_inf=found_inf,
         )
 
+    def _update_large(self, group, params, grads, states, targets, grad_scale, found_inf, chosen):  # type: ignore[no-untyped-def]
+        from megatron.core.fusions.kernels import adam
+
+        settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        corrections = adam.bias_corrections(group["step"], group["betas"])
+        for index in [index for index, large in enumerate(chosen) if large]:
+            adam.update(
+                params[index],
+                grads[index],
+                (states[0][index], states[1][index]),
+                targets[index],
+                corrections=corrections,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                decoupled=self.decoupled,
+                **settings,
+            )
+            targets[index] = None
+
+
+def _large(param: torch.Tensor, grad: torch.Tensor, target: torch.Tensor | None) -> bool:
+    """Whether the Triton kernel updates it."""
+    if param.numel() < KERNEL_ELEMENTS or param.dtype is not torch.float32 or not kernels_run_on(param):
+        return False
+    return grad.is_contiguous() and (target is None or target.is_contiguous())
+
 
 class FusedSGD(FusedOptimizer):
     """SGD with momentum; weight decay is added to the gradient."""
@@ -111,7 +164,7 @@ class FusedSGD(FusedOptimizer):
             group["momentum"] = momentum
         super().__init__(param_groups)
 
-    def _update(self, group, params, grads, states, grad_scale, found_inf):  # type: ignore[no-untyped-def]
+    def _update(self, group, params, grads, states, targets, grad_scale, found_inf):  # type: ignore[no-untyped-def]
         torch._fused_sgd_(
             params,
             grads,

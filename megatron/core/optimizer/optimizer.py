@@ -129,12 +129,12 @@ class MegatronOptimizer:
 
     def step_with_ready_grads(self, grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, skip: torch.Tensor) -> None:
         """Update main parameters (unless the 0-d bool `skip`), then the model's."""
-        self.optimizer.step(grads, grad_scale, skip.float())
-        self._copy_main_to_model()
+        targets = [entry.model_tensor if entry.has_copy else None for entry in self.params]
+        self.optimizer.step(grads, grad_scale, skip.float(), targets)
 
     @torch.no_grad()
     def _copy_main_to_model(self) -> None:
-        """Round fp32 main parameters to the model's dtype. After a skipped step this writes what was there."""
+        """Round fp32 main parameters to the model's dtype."""
         copies = [entry for entry in self.params if entry.has_copy]
         if copies:
             torch._foreach_copy_([entry.model_tensor for entry in copies], [entry.main_param for entry in copies])

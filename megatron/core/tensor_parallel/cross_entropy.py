@@ -1,8 +1,8 @@
 """Cross-entropy over a vocabulary that is split over the tensor-parallel ranks.
 
 The plain formula, which the tests compare with: loss = logsumexp(logits) - logits[target], in fp32 (fp64 for fp64 logits).
-Rows are worked on a block at a time, so that the fp32 copies of half-precision logits, and all temporaries, stay small; what is kept for
-the backward is the logits as they are and one number a row.
+What is kept for the backward is the logits as they are and one number a row. On a GPU Triton kernels read the logits once forward and once
+back; elsewhere rows are worked on a block at a time, so that fp32 copies of half-precision logits, and all temporaries, stay small.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.utils import Group, get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
 
 
@@ -50,26 +51,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, smoothing: float, group: Group, num_valid: int | None, consume: bool
     ) -> torch.Tensor:
         flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+        flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         columns = flat.shape[-1]
         total = num_valid if num_valid is not None else columns * get_pg_size(group)
         first = columns * get_pg_rank(group)
         valid = min(max(total - first, 0), columns)  # this rank's columns that are not padding
-        dtype = _compute_dtype(logits)
         local = labels - first
         here = (local >= 0) & (local < valid)
         local = local.clamp(0, max(valid - 1, 0))
 
-        log_norm = torch.full_like(labels, -torch.inf, dtype=dtype)
-        picked = torch.zeros_like(labels, dtype=dtype)
-        row_sum = torch.zeros_like(labels, dtype=dtype)
-        blocks = _blocks(flat)
-        for start in blocks if valid else ():
-            rows = slice(start, start + blocks.step)
-            block = flat[rows, :valid].to(dtype)
-            log_norm[rows] = torch.logsumexp(block, dim=-1)
-            picked[rows] = block.gather(-1, local[rows, None]).squeeze(-1)
-            if smoothing:
-                row_sum[rows] = block.sum(dim=-1)
+        log_norm, picked, row_sum = _statistics(flat, local, valid, bool(smoothing))
         picked = torch.where(here, picked, 0.0)
         if get_pg_size(group) > 1:
             log_norm, picked, row_sum = _combine(log_norm, picked, row_sum, group)
@@ -89,6 +80,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         smoothing, total, valid, consume, shape = ctx.settings
         scale = torch.where(labels < 0, 0.0, grads[0].reshape(-1).to(log_norm.dtype))
         out = flat if consume else torch.empty_like(flat)
+        if kernels_run_on(flat):
+            from megatron.core.fusions.kernels import cross_entropy as kernels
+
+            kernels.gradient(flat, torch.where(here, local, -1), log_norm, scale, out, valid, total, smoothing)
+            return out.view(shape), None, None, None, None, None
         at_target = torch.where(here, scale * (smoothing - 1), 0.0)[:, None]
         blocks = _blocks(flat)
         for start in blocks:
@@ -107,6 +103,26 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 out[rows, :valid] = block
         out[:, valid:] = 0
         return out.view(shape), None, None, None, None, None
+
+
+def _statistics(flat: torch.Tensor, local: torch.Tensor, valid: int, with_sum: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row [n, columns], over its first `valid`: logsumexp, the logit at `local` [n] and, `with_sum`, the sum."""
+    if valid and kernels_run_on(flat):
+        from megatron.core.fusions.kernels import cross_entropy as kernels
+
+        return kernels.statistics(flat, local, valid, with_sum)
+    dtype = _compute_dtype(flat)
+    log_norm = torch.full_like(local, -torch.inf, dtype=dtype)
+    picked, row_sum = torch.zeros_like(local, dtype=dtype), torch.zeros_like(local, dtype=dtype)
+    blocks = _blocks(flat)
+    for start in blocks if valid else ():
+        rows = slice(start, start + blocks.step)
+        block = flat[rows, :valid].to(dtype)
+        log_norm[rows] = torch.logsumexp(block, dim=-1)
+        picked[rows] = block.gather(-1, local[rows, None]).squeeze(-1)
+        if with_sum:
+            row_sum[rows] = block.sum(dim=-1)
+    return log_norm, picked, row_sum
 
 
 def _combine(log_norm: torch.Tensor, picked: torch.Tensor, row_sum: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:

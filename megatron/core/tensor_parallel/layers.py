@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.core import device
+from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.comm_overlap import LinearReduceScatter, gather_matmul, matmul_reduce_scatter
@@ -25,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, declare, local_shape
 from megatron.core.tensor_parallel.utils import VocabUtility
-from megatron.core.tensor_parallel.weight_grad import weight_grad
+from megatron.core.tensor_parallel.weight_grad import weight_grad, write_embedding_grad
 from megatron.core.utils import Group, divide, get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
 
 
@@ -307,6 +308,23 @@ class RowParallelLinear(torch.nn.Module):
         return f"{self.input_size} -> {self.output_size} (inputs split), bias {self.bias is not None}"
 
 
+class _LookUp(torch.autograd.Function):
+    """Adds the gradient to the rows that were looked up alone."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, outside: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(ids if outside is None else ids.masked_fill(outside, -1))
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        write_embedding_grad(ctx.weight, ids.flatten(), grads[0].flatten(0, -2))
+        return None, None, None
+
+
 class VocabParallelEmbedding(torch.nn.Module):
     """A table [num_embeddings, embedding_dim] whose rows are split over the ranks.
 
@@ -330,6 +348,7 @@ class VocabParallelEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.fuse_weight_grad = config.gradient_accumulation_fusion
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.tp_group = resolve_tp_group(tp_group, pg_collection)
         rank, size = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
@@ -346,12 +365,18 @@ class VocabParallelEmbedding(torch.nn.Module):
                 f"{self.num_embeddings - 1}; use the tokenizer that the data was made with, or a larger vocabulary"
             )
         if get_pg_size(self.tp_group) == 1:
-            return F.embedding(input_, self.weight)
+            return self._look_up(input_)
         outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        embedded = F.embedding((input_ - self.vocab_start_index).masked_fill(outside, 0), self.weight)
+        embedded = self._look_up((input_ - self.vocab_start_index).masked_fill(outside, 0), outside)
         embedded = embedded.masked_fill(outside.unsqueeze(-1), 0.0)
         reduce = reduce_scatter_to_sequence_parallel_region if self.reduce_scatter_embeddings else reduce_from_tensor_model_parallel_region
         return reduce(embedded, group=self.tp_group)
+
+    def _look_up(self, ids: torch.Tensor, outside: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of the table; those of ids that are `outside` get no gradient."""
+        if self.fuse_weight_grad and hasattr(self.weight, "main_grad") and kernels_run_on(self.weight):
+            return _LookUp.apply(ids, outside, self.weight)
+        return F.embedding(ids, self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} x {self.embedding_dim} (rows split)"

@@ -73,6 +73,17 @@ def add_to_main_grad(param: Any, grad: torch.Tensor) -> None:
     _mark_written(param)
 
 
+def write_embedding_grad(weight: Any, ids: torch.Tensor, grad: torch.Tensor) -> None:
+    """main_grad[ids[i]] += grad[i] for ids int64 [tokens] that are not below 0, grad [tokens, h], by a Triton kernel."""
+    from megatron.core.fusions.kernels import embedding
+
+    if not weight.main_grad_filled:
+        weight.main_grad.zero_()
+    if ids.numel():
+        embedding.add_rows(weight.main_grad, ids, grad)
+    _mark_written(weight)
+
+
 def _mark_written(param: Any) -> None:
     param.main_grad_filled = True
     ready = getattr(param, "grad_ready", None)
@@ -80,24 +91,24 @@ def _mark_written(param: Any) -> None:
         ready()
 
 
-def write_grouped_weight_grad(
-    weight: Any, product: torch.Tensor | None, parts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-) -> None:
-    """main_grad (+)= the gradients of a weight [experts, out, in]: `product` of that shape, or each expert's grad_output^T @ inputs.
+def write_grouped_weight_grad(weight: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """main_grad [experts, out, in] (+)= each expert's grad_output^T @ inputs. parts: (grad_output [rows, out], inputs [rows, in]) of each.
 
-    parts: (grad_output [rows, out], inputs [rows, in]) of each expert. It is never put off.
+    A product for each expert that adds into fp32: on an H200 1.6 ms where one grouped product and a sum took 2.2. It is never put off.
     """
     main_grad: torch.Tensor = weight.main_grad
-    if product is None and parts is not None:
-        if main_grad.dtype != parts[0][0].dtype:
-            product = torch.stack([grad.t().mm(inputs) for grad, inputs in parts])
+    same = main_grad.dtype == parts[0][0].dtype
+    if not same and not (device.on_accelerator(main_grad) and main_grad.dtype is torch.float32):
+        add_to_main_grad(weight, torch.stack([grad.t().mm(inputs) for grad, inputs in parts]))
+        return
+    for part, (grad, inputs) in zip(main_grad.unbind(0), parts, strict=True):
+        if not len(grad):
+            if not weight.main_grad_filled:
+                part.zero_()
+        elif same:
+            part.addmm_(grad.t(), inputs) if weight.main_grad_filled else torch.mm(grad.t(), inputs, out=part)
+        elif weight.main_grad_filled:
+            torch.ops.aten.addmm.dtype_out(part, grad.t(), inputs, main_grad.dtype, out=part)
         else:
-            for part, (grad, inputs) in zip(main_grad.unbind(0), parts):
-                if weight.main_grad_filled:
-                    part.addmm_(grad.t(), inputs)
-                else:
-                    torch.mm(grad.t(), inputs, out=part)
-            _mark_written(weight)
-            return
-    assert product is not None
-    add_to_main_grad(weight, product)
+            torch.ops.aten.mm.dtype_out(grad.t(), inputs, main_grad.dtype, out=part)
+    _mark_written(weight)

@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.tokenizers.base import MegatronTokenizer
-from megatron.core.tokenizers.bpe_tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.core.tokenizers.bert_tokenizers import BertWordPieceCase, BertWordPieceLowerCase
+from megatron.core.tokenizers.bpe_tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, SFTTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.sentencepiece_tokenizers import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 from megatron.core.tokenizers.tiktoken_tokenizer import TikTokenizer
 
 # type -> flags it cannot do without
 TOKENIZER_TYPES: dict[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "SentencePieceTokenizer": ("tokenizer_model",),
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
@@ -18,7 +22,12 @@ TOKENIZER_TYPES: dict[str, tuple[str, ...]] = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
+    "SFTTokenizer": ("tokenizer_model",),
 }
+# for which types a flag has a meaning, where it is not for all
+WITH_EXTRA_IDS = ("SentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+WITH_SPECIAL_TOKENS = ("HuggingFaceTokenizer", "SFTTokenizer", "TikTokenizer")
+WITH_CHAT_TEMPLATE = ("HuggingFaceTokenizer", "SFTTokenizer")
 
 
 def build_tokenizer(
@@ -36,6 +45,8 @@ def build_tokenizer(
     null_tokenizer_pad_id: int = -1,
     tokenizer_hf_no_include_special_tokens: bool = False,
     trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    sft_tokenizer_prompt_format: str = "nemotron-h-aligned",
 ) -> MegatronTokenizer:
     """The tokenizer that these flags name. Raises ValueError that names flags, or files that are missing or broken."""
     given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file, "vocab_size": vocab_size}
@@ -44,19 +55,34 @@ def build_tokenizer(
     missing = [f"--{name.replace('_', '-')}" for name in TOKENIZER_TYPES[tokenizer_type] if given[name] is None]
     if missing:
         raise ValueError(f"--tokenizer-type {tokenizer_type} needs {' and '.join(missing)}")
-    if vocab_extra_ids and tokenizer_type != "SentencePieceTokenizer":
-        raise ValueError(f"--vocab-extra-ids {vocab_extra_ids} is for SentencePieceTokenizer; leave it out with {tokenizer_type}")
-    if special_tokens and tokenizer_type not in ("HuggingFaceTokenizer", "TikTokenizer"):
-        raise ValueError(f"--tokenizer-special-tokens is for HuggingFaceTokenizer and TikTokenizer; leave it out with {tokenizer_type}")
+    for flag, value, types in (
+        ("--vocab-extra-ids", vocab_extra_ids, WITH_EXTRA_IDS),
+        ("--tokenizer-special-tokens", special_tokens, WITH_SPECIAL_TOKENS),
+        ("--chat-template", chat_template, WITH_CHAT_TEMPLATE),
+    ):
+        if value and tokenizer_type not in types:
+            raise ValueError(f"{flag} {value} is for {', '.join(types)}; leave it out with {tokenizer_type}")
     if tokenizer_type == "NullTokenizer":
         assert vocab_size is not None
         return NullTokenizer(vocab_size, null_tokenizer_eod_id, null_tokenizer_pad_id)
     if tokenizer_type == "GPT2BPETokenizer":
         assert vocab_file is not None and merge_file is not None
         return GPT2BPETokenizer(vocab_file, merge_file)
+    if tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        assert vocab_file is not None
+        lower = tokenizer_type == "BertWordPieceLowerCase"
+        return (BertWordPieceLowerCase if lower else BertWordPieceCase)(vocab_file, vocab_extra_ids)
     assert tokenizer_model is not None
-    if tokenizer_type == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(tokenizer_model, not tokenizer_hf_no_include_special_tokens, special_tokens or (), trust_remote_code)
+    if tokenizer_type in WITH_CHAT_TEMPLATE:
+        options: dict[str, Any] = {
+            "include_special_tokens": not tokenizer_hf_no_include_special_tokens,
+            "special_tokens": special_tokens or (),
+            "trust_remote_code": trust_remote_code,
+            "chat_template": chat_template,
+        }
+        if tokenizer_type == "SFTTokenizer":
+            return SFTTokenizer(tokenizer_model, sft_tokenizer_prompt_format, **options)
+        return HuggingFaceTokenizer(tokenizer_model, **options)
     if tokenizer_type == "TikTokenizer":
         return TikTokenizer(tokenizer_model, tiktoken_pattern, tiktoken_num_special_tokens, special_tokens, vocab_size)
     if tokenizer_type == "SentencePieceTokenizer":

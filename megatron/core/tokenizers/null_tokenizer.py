@@ -1,6 +1,7 @@
 """No tokenizer: the text is ids already."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from megatron.core.tokenizers.base import MegatronTokenizer
 
@@ -34,6 +35,15 @@ class NullTokenizer(MegatronTokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in ids)
 
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        starts = [word.start() for word in re.finditer(r"\S+", text)]
+        if self._parse(text) != list(ids):
+            raise ValueError("NullTokenizer: these ids are not those of the text")
+        return starts
+
+    def _token_names(self) -> Iterable[tuple[int, str]]:
+        return ((token, str(token)) for token in range(self.vocab_size))
+
     @property
     def eos(self) -> int | None:
         return self._eod
@@ -41,3 +51,6 @@ class NullTokenizer(MegatronTokenizer):
     @property
     def pad(self) -> int | None:
         return None if self._pad < 0 else self._pad
+
+    def _fingerprint_options(self) -> dict[str, object]:
+        return {}  # the number of ids and the one that ends documents count anyway, padding is in no document

@@ -3,10 +3,11 @@
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from megatron.core.optional_imports import require
-from megatron.core.tokenizers.base import MegatronTokenizer, TokenizerFileError, need_file
+from megatron.core.tokenizers.base import MegatronTokenizer, TokenizerFileError, need_file, readable, starts_of_pieces
+from megatron.core.tokenizers.byte_bpe import ByteBPE
 
 # How text is cut into words before the merges. v1: words, single digits, punctuation. v2: also where lower case meets upper case.
 PATTERNS = {
@@ -45,7 +46,6 @@ class TikTokenizer(MegatronTokenizer):
         vocab_size: int | None = None,
     ) -> None:
         super().__init__(path, pattern=pattern, num_special_tokens=num_special_tokens, special_tokens=special_tokens, vocab_size=vocab_size)
-        tiktoken = require("tiktoken", "TikTokenizer (--tokenizer-type)")
         ranks, own_pattern = _read_ranks(need_file(path, "--tokenizer-model"))
         names = list(special_tokens or SPECIAL_TOKENS)
         if len(names) > num_special_tokens or len(set(names)) < len(names):
@@ -55,27 +55,34 @@ class TikTokenizer(MegatronTokenizer):
             raise ValueError(f"--tokenizer-special-tokens lacks {', '.join(missing)}")
         self._names = names + [f"<SPECIAL_{i}>" for i in range(len(names), num_special_tokens)]
         self._vocab_size = min(vocab_size or len(ranks) + num_special_tokens, len(ranks) + num_special_tokens)
-        kept = {token: rank for token, rank in ranks.items() if rank < self._vocab_size - num_special_tokens}
+        # the special tokens come first: a rank is the id less their number
+        kept = {token: rank + num_special_tokens for token, rank in ranks.items() if rank < self._vocab_size - num_special_tokens}
         expression = PATTERNS[pattern] if pattern else own_pattern or PATTERNS["v2"]
-        self._model = tiktoken.Encoding(name=path, pat_str=expression, mergeable_ranks=kept, special_tokens={})
+        try:
+            self._bpe = ByteBPE(kept, expression, "TikTokenizer (--tokenizer-type)")
+        except ValueError as error:
+            size = f" with --vocab-size {vocab_size}, of which {num_special_tokens} are special tokens" if vocab_size else ""
+            raise TokenizerFileError(f"--tokenizer-model {path}{size}: {error}") from None
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
 
     def tokenize_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        shift = len(self._names)
-        if threads > 1 and len(texts) > 1:
-            encoded = self._model.encode_ordinary_batch(list(texts), num_threads=threads)
-        else:
-            encoded = [self._model.encode_ordinary(text) for text in texts]
-        return [[token + shift for token in tokens] for tokens in encoded]
+        return self._bpe.encode(texts, threads)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        shift = len(self._names)
-        single = self._model.decode_single_token_bytes
-        pieces = [self._names[token].encode() if token < shift else single(token - shift) for token in map(int, ids)]
-        return b"".join(pieces).decode("utf-8", errors="replace")
+        return b"".join(map(self._piece, ids)).decode("utf-8", errors="replace")
+
+    def _piece(self, token: int) -> bytes:
+        return self._names[token].encode() if token < len(self._names) else self._bpe.bytes_of(int(token))
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        return starts_of_pieces(ids, text, self._piece, type(self).__name__)
+
+    def _token_names(self) -> Iterable[tuple[int, str]]:
+        yield from enumerate(self._names)
+        yield from ((token, readable(piece)) for piece, token in self._bpe.ranks.items())
 
     @property
     def bos(self) -> int | None:
@@ -88,6 +95,13 @@ class TikTokenizer(MegatronTokenizer):
     @property
     def pad(self) -> int | None:
         return self._names.index("<pad>") if "<pad>" in self._names else None
+
+    @property
+    def unk(self) -> int | None:
+        return self._names.index("<unk>")
+
+    def _fingerprint_options(self) -> dict[str, Any]:
+        return {"num_special_tokens": len(self._names), "pattern": self._bpe.pattern}
 
 
 def _read_ranks(path: str) -> tuple[dict[bytes, int], str | None]:

@@ -97,12 +97,18 @@ class SelfAttention(MegatronModule):
             mark_partial_over_tp(norm)
         return norm
 
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[s, b, h] -> query [s, b, heads, d], key and value [s, b, groups, d] of this rank, head norms applied."""
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, key_value_states: None = None, *, split_qkv: bool = True) -> tuple:
+        """[s, b, h] -> query [s, b, heads, d], key and value [s, b, groups, d] of this rank, head norms applied.
+
+        Without split_qkv: the projection [s, b, groups, (heads of one + 2) d] and what it splits into.
+        """
         mixed, _ = self.linear_qkv(hidden_states)
         groups, d = self.num_query_groups_per_partition, self.head_dim
         mixed = mixed.view(*mixed.shape[:2], groups, (self.heads_per_group + 2) * d)
-        query, key, value = torch.split(mixed, [self.heads_per_group * d, d, d], dim=-1)
+        sizes = [self.heads_per_group * d, d, d]
+        if not split_qkv:
+            return mixed, sizes
+        query, key, value = torch.split(mixed, sizes, dim=-1)
         query = query.reshape(*query.shape[:2], self.num_attention_heads_per_partition, d)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
@@ -121,7 +127,13 @@ class SelfAttention(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if inference_context is not None:
             raise ValueError("SelfAttention: generation with a key and value cache is not built yet; leave inference_context out")
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        if rotary_pos_emb is not None and self.config.apply_rope_fusion and self.q_layernorm is self.k_layernorm is None:
+            mixed, sizes = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+            query, key, value = torch.split(mixed, sizes, dim=-1)
+            query = query.unflatten(-1, (self.heads_per_group, self.head_dim))  # turned where it lies
+            del mixed
+        else:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
         if rotary_pos_emb is not None:
             query_angles, key_angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             if packed_seq_params is not None:
@@ -129,6 +141,7 @@ class SelfAttention(MegatronModule):
                 query_angles, key_angles = (packed_angles(angles, documents, cp) for angles in (query_angles, key_angles))
             query = apply_rotary_pos_emb(query, query_angles, config=self.config)
             key = apply_rotary_pos_emb(key, key_angles, config=self.config)
+            value = value.contiguous()  # the last to hold on to the whole projection, which now can go
 
         def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return self.core_attention(

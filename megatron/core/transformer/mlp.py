@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.param_sharding import Experts
 from megatron.core.tensor_parallel.random import RecomputedOutput
@@ -117,6 +117,8 @@ def activate(config: TransformerConfig, x: torch.Tensor, scale: torch.Tensor | N
     fused = config.bias_activation_fusion
     if config.gated_linear_unit:
         if fused and function is F.silu:
+            if scale is not None:
+                return weighted_bias_swiglu_impl(x, None, scale)
             out = bias_swiglu_impl(x, None)
         else:
             gate, up = x.chunk(2, dim=-1)

@@ -90,13 +90,13 @@ _USED = (
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "moe_shared_expert_overlap",
+    "moe_permute_fusion",
     "moe_layer_recompute",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
     "masked_softmax_fusion",  # attention_backend chooses the kernel
     "persist_layer_norm",  # torch chooses the kernel
-    "moe_permute_fusion",  # one permutation, which reads and sums rows by index
     "moe_per_layer_logging",  # the training loop's business
     "moe_enable_deepep",  # goes with the dispatcher flex alone, which is refused
     "moe_flex_dispatcher_backend",

@@ -7,6 +7,7 @@ from .exit import ExitConditions
 from .garbage_collection import GarbageCollection
 from .interval_log import IntervalLog, LogSink
 from .plot import PlotCurves
+from .profiler import Profile
 from .sinks import ConsoleSink, MetricsFileSink, ProgressLine, TensorBoardSink, WandbSink
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LogSink",
     "MetricsFileSink",
     "PlotCurves",
+    "Profile",
     "ProgressLine",
     "SaveCheckpoints",
     "TensorBoardSink",

@@ -7,7 +7,7 @@ from megatron.training.config.data import DataFlags, TokenizerFlags
 from megatron.training.config.model import AttentionFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
 from megatron.training.config.moe import MoEFlags
 from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
-from megatron.training.config.output import CheckpointFlags, LoggingFlags
+from megatron.training.config.output import CheckpointFlags, LoggingFlags, ProfilingFlags
 from megatron.training.config.training import BatchFlags, DistributedFlags, EvaluationFlags, ParallelismFlags, TrainingFlags
 
 SECTIONS: tuple[type, ...] = (
@@ -29,6 +29,7 @@ SECTIONS: tuple[type, ...] = (
     TokenizerFlags,
     CheckpointFlags,
     LoggingFlags,
+    ProfilingFlags,
     DistributedFlags,
 )
 

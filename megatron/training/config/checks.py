@@ -212,6 +212,17 @@ def _check_batch_size_steps(args: Args, unit: int, made_of: str) -> Iterator[Pro
         yield problem(args, "step_batch_size_schedule", "needs a length in samples", "--train-samples instead of --train-iters")
 
 
+def check_profile(args: Args) -> Iterator[Problem]:
+    if not args.profile:
+        return
+    if args.profile_step_end <= args.profile_step_start:
+        rule = f"must be above --profile-step-start {args.profile_step_start}"
+        yield problem(args, "profile_step_end", rule, args.profile_step_start + 2)
+    for rank in args.profile_ranks:
+        if not 0 <= rank < args.world_size:
+            yield problem(args, "profile_ranks", f"there are ranks 0 to {args.world_size - 1}", 0)
+
+
 def check_length(args: Args) -> Iterator[Problem]:
     if args.train_iters is not None and args.train_samples is not None:
         yield problem(args, "train_samples", f"excludes --train-iters {args.train_iters}: give one of them", "--train-iters alone")
@@ -410,6 +421,7 @@ RULES = (
     check_recompute,
     check_batch,
     check_length,
+    check_profile,
     check_learning_rate,
     check_optimizer,
     check_distribution,

@@ -6,18 +6,23 @@ from collections.abc import Iterator
 
 from megatron.core import optional_imports
 from megatron.core.datasets.utils import get_blend_from_list, normalize, parse_and_normalize_split
-from megatron.core.tokenizers.build import TOKENIZER_TYPES
+from megatron.core.tokenizers.build import TOKENIZER_TYPES, WITH_CHAT_TEMPLATE, WITH_EXTRA_IDS, WITH_SPECIAL_TOKENS
 from megatron.training import checkpoint_names
 from megatron.training.argument_utils import Problem
 from megatron.training.config.checks import Args, name_of, problem
+from megatron.training.config.data_lists import fill_from_files
 
 DATA_LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+DATA_FILES = ("data_args_path", "per_split_data_args_path")
 TOKENIZER_PACKAGES = {
-    "GPT2BPETokenizer": "tokenizers",
+    "BertWordPieceLowerCase": "tokenizers",
+    "BertWordPieceCase": "tokenizers",
+    "GPT2BPETokenizer": "tiktoken",
     "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "HuggingFaceTokenizer": "transformers",
+    "SFTTokenizer": "transformers",
     "TikTokenizer": "tiktoken",
 }
 
@@ -27,11 +32,21 @@ def is_remote(path: str) -> bool:
 
 
 def check_data_source(args: Args) -> Iterator[Problem]:
+    files = [dest for dest in DATA_FILES if getattr(args, dest) is not None]
     given = [dest for dest in DATA_LISTS if getattr(args, dest) is not None]
-    if not given and not args.mock_data:
+    typed = [dest for dest in given if args.provenance.get(dest) != "derived"]
+    if files and (typed or args.mock_data or len(files) > 1):
+        other = name_of(typed[0]) if typed else "--mock-data" if args.mock_data else name_of(files[1])
+        yield problem(args, files[0], f"excludes {other}: give one of them", "leave it out")
+    elif files and (wrong := fill_from_files(args)) is not None:
+        yield problem(args, files[0], wrong, "FILE")
+    if not given and not args.mock_data and not files:
         yield Problem("--data-path", None, "is required (or --mock-data)", "--data-path PREFIX, where PREFIX.bin and PREFIX.idx exist")
     if args.mock_data and given:
         yield problem(args, given[0], "excludes --mock-data: give one of them", "--mock-data")
+    kinds = [name_of(dest) for dest in ("mock_data", "sft", "fim_data") if getattr(args, dest)]
+    if len(kinds) > 1:
+        yield Problem(kinds[1], None, f"excludes {kinds[0]}: samples are of one kind", "one of them")
     if "data_path" in given and len(given) > 1:
         yield problem(args, given[1], "excludes --data-path: one blend that is split, or one per split", "--data-path")
     if args.split is not None:
@@ -41,6 +56,25 @@ def check_data_source(args: Args) -> Iterator[Problem]:
             parse_and_normalize_split(args.split)
         except ValueError:
             yield problem(args, "split", "must be up to three numbers, not negative and not all 0, separated by commas", "90,5,5")
+
+
+def check_object_storage(args: Args) -> Iterator[Problem]:
+    remote = [prefix for dest in DATA_LISTS for prefix in getattr(args, dest) or [] if is_remote(prefix)]
+    if not remote:
+        return
+    if args.object_storage_cache_path is None:
+        yield problem(args, "object_storage_cache_path", f"is required for {remote[0]}: its copy needs a local folder", "FOLDER")
+    if not optional_imports.available("fsspec"):
+        yield Problem("--data-path", remote[0], "needs the package fsspec", f"after {optional_imports.INSTALL_COMMAND['fsspec']}")
+
+
+def check_build_index_only(args: Args) -> Iterator[Problem]:
+    """How many samples a training asks for must not depend on how many processes it has: this one is alone."""
+    if not args.build_index_only or args.check_config_world_size is not None or args.step_batch_size_schedule is not None:
+        return
+    if args.provenance.get("global_batch_size") == "derived":
+        rule = "is required with --build-index-only: its default depends on the training's number of processes (--check-config-world-size)"
+        yield Problem("--global-batch-size", None, rule, f"--global-batch-size {args.global_batch_size}")
 
 
 def check_data_files(args: Args) -> Iterator[Problem]:
@@ -62,6 +96,10 @@ def check_data_files(args: Args) -> Iterator[Problem]:
         except ValueError:
             yield problem(args, dest, "weights must not be negative, nor all 0", example)
         for prefix in prefixes:
+            if args.sft:
+                if not os.path.isfile(prefix):
+                    yield Problem(name_of(dest), prefix, "no such file", "with --sft, a file of JSON lines, each a conversation")
+                continue
             missing = [prefix + end for end in (".bin", ".idx") if not is_remote(prefix) and not os.path.isfile(prefix + end)]
             if missing:
                 suffixed = prefix.endswith((".bin", ".idx"))
@@ -85,16 +123,20 @@ def check_tokenizer(args: Args) -> Iterator[Problem]:
             continue
         if dest == "vocab_size" or is_remote(value):
             continue
-        if kind == "HuggingFaceTokenizer" and os.path.exists(value):
+        on_hub = kind in WITH_CHAT_TEMPLATE
+        if on_hub and os.path.exists(value):
             package = "tokenizers"
-        elif not os.path.exists(value) and (kind != "HuggingFaceTokenizer" or value.startswith((".", "/", "~"))):  # else a name at the hub
+        elif not os.path.exists(value) and (not on_hub or value.startswith((".", "/", "~"))):  # else a name at the hub
             yield problem(args, dest, "no such file", "FILE")
     if package and not optional_imports.available(package):
         yield problem(args, "tokenizer_type", f"needs the package {package}", f"after {optional_imports.INSTALL_COMMAND[package]}")
-    if args.vocab_extra_ids and kind != "SentencePieceTokenizer":
-        yield problem(args, "vocab_extra_ids", f"is for SentencePieceTokenizer, not for {kind}", 0)
-    if args.special_tokens and kind not in ("HuggingFaceTokenizer", "TikTokenizer"):
-        yield problem(args, "special_tokens", f"is for HuggingFaceTokenizer and TikTokenizer, not for {kind}", "leave it out")
+    for dest, types in (
+        ("vocab_extra_ids", WITH_EXTRA_IDS),
+        ("special_tokens", WITH_SPECIAL_TOKENS),
+        ("chat_template", WITH_CHAT_TEMPLATE),
+    ):
+        if getattr(args, dest) and kind not in types:
+            yield problem(args, dest, f"is for {' and '.join(types)}, not for {kind}", 0 if dest == "vocab_extra_ids" else "leave it out")
     if args.padded_vocab_size and args.vocab_size and args.padded_vocab_size < args.vocab_size:
         yield problem(args, "padded_vocab_size", f"must be at least --vocab-size {args.vocab_size}", args.vocab_size)
 
@@ -106,7 +148,7 @@ def check_packages(args: Args) -> Iterator[Problem]:
 
 
 def check_folders(args: Args) -> Iterator[Problem]:
-    for dest in ("save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path"):
+    for dest in ("save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "object_storage_cache_path"):
         path = getattr(args, dest)
         if path is not None and not is_remote(path) and os.path.exists(path) and not os.path.isdir(path):
             yield problem(args, dest, "must be a folder, and is a file", "FOLDER")
@@ -134,4 +176,12 @@ def _check_load(args: Args) -> Iterator[Problem]:
         yield problem(args, "load", rule, "FOLDER")
 
 
-RULES = (check_data_source, check_data_files, check_tokenizer, check_packages, check_folders)
+RULES = (
+    check_data_source,
+    check_object_storage,
+    check_build_index_only,
+    check_data_files,
+    check_tokenizer,
+    check_packages,
+    check_folders,
+)

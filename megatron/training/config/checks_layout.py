@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from megatron.core.context_parallel.combinations import context_parallel_problems
+from megatron.core.tokenizers.build import WITH_CHAT_TEMPLATE
 from megatron.core.transformer.attention_masks import backend_problem, window_problems
 from megatron.core.transformer.pipeline_parallel_layer_layout import layout_problems, pipeline_layout
 from megatron.training.argument_utils import Problem
@@ -26,6 +27,13 @@ def data_parallel_size(args: Args) -> int | None:
     if not sensible(args) or args.world_size % model_parallel_size(args):
         return None
     return args.world_size // model_parallel_size(args)
+
+
+def smallest_world_size(args: Args) -> int:
+    """Processes of the smallest job with this layout."""
+    experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    return lcm(model_parallel_size(args) * instances, experts * args.pipeline_model_parallel_size * instances)
 
 
 def virtual_stages(args: Args) -> int | None:
@@ -85,6 +93,34 @@ def check_tensor(args: Args) -> Iterator[Problem]:
             yield Problem(name_of(dest), str(count), rule, f"{name_of(dest)} {works}")
 
 
+def packs_documents(args: Args) -> bool:
+    """Whether --reset-attention-mask goes by packed attention, over documents that lie behind each other, without a mask [s, s].
+
+    Context-parallel ranks cut documents only at multiples of their number; pipeline stages, and balance losses of one sequence, count on
+    rows of --seq-length tokens. There the mask remains.
+    """
+    one_row = args.micro_batch_size == 1 or (args.pipeline_model_parallel_size == 1 and not args.num_experts)
+    return bool(args.reset_attention_mask) and args.context_parallel_size == 1 and one_row and not args.sft
+
+
+def needs_square_mask(args: Args) -> bool:
+    return bool(args.reset_attention_mask) and not packs_documents(args) and not args.sft
+
+
+def check_sft(args: Args) -> Iterator[Problem]:
+    """--sft: what packs conversations, and what does not yet."""
+    if not args.sft:
+        return
+    if args.tokenizer_type is not None and args.tokenizer_type not in WITH_CHAT_TEMPLATE:
+        yield problem(args, "tokenizer_type", "has no chat template, which --sft writes conversations by", "SFTTokenizer")
+    if args.micro_batch_size and args.micro_batch_size > 1 and (args.pipeline_model_parallel_size > 1 or args.num_experts):
+        reason = "pipeline stages" if args.pipeline_model_parallel_size > 1 else "experts' balance losses"
+        yield problem(args, "micro_batch_size", f"--sft packs conversations into one row, and {reason} count on rows of --seq-length", 1)
+    for dest in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if getattr(args, dest):
+            yield problem(args, dest, "has no meaning with --sft: conversations never see each other", "leave it out")
+
+
 def check_context(args: Args) -> Iterator[Problem]:
     ranks, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     if ranks > 1 and args.seq_length and args.seq_length % (2 * ranks):
@@ -104,7 +140,7 @@ def check_context(args: Args) -> Iterator[Problem]:
         tp_size=tensor,
         attention_dropout=args.attention_dropout,
         window=args.window_size is not None,
-        attention_mask=bool(args.reset_attention_mask),
+        attention_mask=needs_square_mask(args),
     )
     for broken in found:
         yield broken_rule(args, broken)
@@ -114,7 +150,7 @@ def check_masks(args: Args) -> Iterator[Problem]:
     """Every mask that is asked for is honoured by the attention that is asked for."""
     for broken in window_problems(args.window_size, args.window_attn_skip_freq, args.num_layers):
         yield broken_rule(args, broken)
-    reason = backend_problem(args.attention_backend, window=args.window_size is not None, attention_mask=bool(args.reset_attention_mask))
+    reason = backend_problem(args.attention_backend, window=args.window_size is not None, attention_mask=needs_square_mask(args))
     if reason:
         yield problem(args, "attention_backend", reason, "auto")
 
@@ -321,6 +357,7 @@ RULES = (
     check_tensor,
     check_context,
     check_masks,
+    check_sft,
     check_pipeline,
     check_pipeline_communication,
     check_instances,

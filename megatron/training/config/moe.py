@@ -72,9 +72,7 @@ class MoEFlags:
     moe_flex_dispatcher_backend: str = flag(
         "deepep", "Backend of the flex dispatcher.", choices=("deepep", "hybridep", "ncclep"), built=("deepep",)
     )
-    moe_permute_fusion: bool = flag(
-        False, "Fused permutation.", no_effect="there is one permutation, which reads and sums rows by index and adds nothing atomically"
-    )
+    moe_permute_fusion: bool = flag(False, "One Triton kernel copies tokens to their experts' rows, one sums them (on GPUs).")
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "Inner width of the shared experts, all together. Default: there are none.", minimum=1, checkpoint=ARCHITECTURE
     )

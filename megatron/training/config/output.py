@@ -1,4 +1,5 @@
-"""What a run writes: checkpoints and logs."""
+"""What a run writes: checkpoints, logs and profiles."""
+# ruff: noqa: RUF009  (flag() makes a dataclass field)
 
 from dataclasses import dataclass
 
@@ -75,3 +76,18 @@ class LoggingFlags:
     wandb_entity: str | None = flag(None, "Owner of the project in wandb.")
     wandb_save_dir: str | None = flag(None, "Folder for wandb's files. Default: `wandb` in the --save folder.")
     metrics_file: str | None = flag(None, "Append one JSON object per logged iteration, at full precision.", ours=True)
+
+
+@dataclass
+class ProfilingFlags:
+    """Where the time goes."""
+
+    profile: bool = flag(False, "Profile the steps after --profile-step-start; without --use-pytorch-profiler mark them for nsys.")
+    profile_step_start: int = flag(10, "Iteration after which the profile begins.", unit="iterations", minimum=0)
+    profile_step_end: int = flag(12, "Last iteration of the profile.", unit="iterations", minimum=1)
+    profile_ranks: list[int] = flag((), "Ranks to profile. Default: 0.", nargs="+")
+    use_pytorch_profiler: bool = flag(
+        False, "torch's profiler: a trace and the time of each kernel, in the folder profile of --tensorboard-dir or --save, or here."
+    )
+    pytorch_profiler_collect_shapes: bool = flag(False, "Shapes in the trace.")
+    pytorch_profiler_collect_callstack: bool = flag(False, "Stacks in the trace.")

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+
+from megatron.training.datasets.packed_batch import UnpackingLoader
 
 DATALOADER_TYPES = ("single", "cyclic", "external")
 
@@ -164,9 +165,10 @@ def build_pretraining_data_loader(
         sampler = MegatronPretrainingRandomSampler(*position, seed=seed)
     else:
         raise ValueError(f"--dataloader-type {dataloader_type} is not one of {', '.join(DATALOADER_TYPES)}")
-    return DataLoader(
+    return UnpackingLoader(
         _OneLineErrors(dataset),
         batch_sampler=sampler,
+        micro_batch_size=micro_batch_size,
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else starting the loader draws from the global one, and dropout would depend on num_workers

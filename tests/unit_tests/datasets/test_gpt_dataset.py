@@ -2,12 +2,14 @@
 
 import json
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets import index_cache
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset, document_starts, square_mask
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -92,6 +94,23 @@ def test_resets_against_a_plain_loop():
             assert mask[query, key].item() == (key > query or EOD in tokens[key:query].tolist())
 
 
+def test_a_long_sample_of_many_documents_is_made_fast(tmp_path):
+    """8192 tokens, 1000 documents: positions start anew without a loop over them, and without a square mask that nobody asked for."""
+    documents = [[5] * (7 if d % 5 else 8) for d in range(1100)]
+    prefix = write_corpus(tmp_path / "c", documents)
+    config = make_config(blend=([prefix], None), sequence_length=8192, reset_position_ids=True, eod_mask_loss=True)
+    dataset = one_dataset(prefix, config)
+    started = time.process_time()
+    sample = dataset[0]
+    assert time.process_time() - started < 0.5 and "attention_mask" not in sample
+    position, expected = 0, []
+    for token in sample["tokens"].tolist():
+        expected.append(position)
+        position = 0 if token == EOD else position + 1
+    assert sample["position_ids"].tolist() == expected
+    assert sample["loss_mask"].tolist() == [float(token != EOD) for token in sample["tokens"].tolist()]
+
+
 def test_masks_are_not_shared_between_samples(tmp_path):
     prefix = write_corpus(tmp_path / "c", random_documents(2))
     dataset = one_dataset(prefix, make_config(blend=([prefix], None), eod_mask_loss=True, reset_position_ids=True))
@@ -152,7 +171,7 @@ def test_cache_is_written_once_and_used(tmp_path, monkeypatch):
     first = one_dataset(prefix, config, 30)
     stem = f"{first.unique_description_hash}-GPTDataset-train-"
     assert cache_files(tmp_path / "cache") == [
-        f"{stem}{name}" for name in ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+        f"{stem}{name}" for name in ("checksums.json", "description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
     ]
     description = json.loads((tmp_path / "cache" / f"{stem}description.txt").read_text())
     assert list(description) == [
@@ -162,20 +181,46 @@ def test_cache_is_written_once_and_used(tmp_path, monkeypatch):
     assert torch.equal(one_dataset(prefix, config, 30)[7]["tokens"], first[7]["tokens"])
 
 
-@pytest.mark.parametrize("victim", ["document_index.npy", "sample_index.npy", "shuffle_index.npy", "description.txt"])
-@pytest.mark.parametrize("damage", ["truncate", "remove", "empty"])
-def test_a_damaged_cache_is_built_again(tmp_path, victim, damage):
+@pytest.mark.parametrize("victim", ["document_index.npy", "sample_index.npy", "shuffle_index.npy", "description.txt", "checksums.json"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "empty", "one bit", "other content"])
+def test_a_damaged_cache_is_built_again(tmp_path, victim, damage, caplog):
     prefix = write_corpus(tmp_path / "c", random_documents(6))
     config = make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "cache"))
     expected = [sample["tokens"].tolist() for sample in map(one_dataset(prefix, config, 30).__getitem__, range(30))]
     path = next((tmp_path / "cache").glob(f"*{victim}"))
     content = path.read_bytes()
     path.unlink()
+    damaged = {
+        "truncate": content[: len(content) // 2],
+        "empty": b"",
+        "one bit": content[:-3] + bytes([content[-3] ^ 1]) + content[-2:],
+        "other content": b'{"another": 1}',
+    }
     if damage != "remove":
-        path.write_bytes(content[: len(content) // 2] if damage == "truncate" else b"")
+        path.write_bytes(damaged[damage])
     again = one_dataset(prefix, config, 30)
     assert [sample["tokens"].tolist() for sample in map(again.__getitem__, range(30))] == expected
+    if (victim, damage) == ("checksums.json", "remove"):  # as a cache of Megatron-LM
+        assert not path.exists()
+        return
     assert path.read_bytes() == content
+    if damage != "remove":
+        assert path.name in caplog.text and "building it again" in caplog.text
+
+
+def test_arrays_that_another_process_has_checked_are_judged_by_their_size(tmp_path, caplog):
+    prefix = write_corpus(tmp_path / "c", random_documents(6))
+    config = make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "cache"))
+    one_dataset(prefix, config, 30)
+    path = next((tmp_path / "cache").glob("*shuffle_index.npy"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    with index_cache.trusted():
+        one_dataset(prefix, config, 30)
+        assert "building it again" not in caplog.text
+        path.write_bytes(content + b"more")
+        one_dataset(prefix, config, 30)
+    assert f"{path.name} is damaged" in caplog.text and path.read_bytes() == content
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

@@ -135,7 +135,7 @@ BAD = [
     ("--fp16-lm-cross-entropy", 1, ["--fp16-lm-cross-entropy", "does not support yet"]),
     ("--tokenizer-type SentencePieceTokenizer", 1, ["--tokenizer-model", "is required"]),
     ("--tokenizer-type SentencePieceTokenizer --tokenizer-model /no/file", 1, ["--tokenizer-model /no/file", "no such file"]),
-    ("--tokenizer-type BertWordPieceCase", 1, ["BertWordPieceCase is not built yet"]),
+    ("--tokenizer-type MultimodalTokenizer", 1, ["MultimodalTokenizer is not built yet"]),
     ("--vocab-extra-ids 3", 1, ["--vocab-extra-ids 3"]),
     ("--padded-vocab-size 64", 1, ["--padded-vocab-size 64", "--vocab-size 100"]),
     ("--batch-size 4", 1, ["--batch-size 4", "--micro-batch-size"]),
@@ -291,7 +291,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
     "--use-checkpoint-args", "--help", "--overlap-param-gather", "--ddp-reduce-scatter-with-fp32-accumulation",
-    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad",
+    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--sft", "--fim-data",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 

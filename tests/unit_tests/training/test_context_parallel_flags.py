@@ -38,8 +38,12 @@ def problems_of(monkeypatch, line, world=4):
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2", "needs a --window-size (works: leave it out)"),
         ("--window-size 3,0 --window-attn-skip-freq [1,0]", "--window-attn-skip-freq 1 0", "one 0 or 1 for each of the 4 layers"),
         ("--window-size 3,0 --attention-backend flash", "--attention-backend flash", "cannot honour a sliding window"),
-        ("--reset-attention-mask --attention-backend flash", "--attention-backend flash", "cannot honour an attention mask"),
-        ("--reset-attention-mask --use-flash-attn", "--attention-backend flash", "cannot honour an attention mask"),
+        (
+            "--reset-attention-mask --num-experts 4 --attention-backend flash",
+            "--attention-backend flash",
+            "cannot honour an attention mask",
+        ),
+        ("--reset-attention-mask --num-experts 4 --use-flash-attn", "--attention-backend flash", "cannot honour an attention mask"),
     ],
 )
 def test_refused_by_name(monkeypatch, line, flag, rule):

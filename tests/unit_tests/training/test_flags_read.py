@@ -31,6 +31,7 @@ ELSEWHERE = {
     "yaml_cfg": "arguments.parse_args looks for it on the line",
     **{f"lr_{part}_{unit}": "checks.schedule_lengths" for part in ("decay", "warmup", "wsd_decay") for unit in ("iters", "samples")},
     "lr_warmup_fraction": "checks.schedule_lengths",
+    **dict.fromkeys(("data_args_path", "per_split_data_args_path"), "config.data_lists fills --data-path and the like"),
 }
 MARKED = sorted(dest for dest, field in all_fields().items() if field.metadata["no_effect"])
 

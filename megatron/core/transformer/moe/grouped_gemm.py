@@ -39,6 +39,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.offsets = counts.on_device.cumsum(0).to(torch.int32) if has_grouped_mm(x, weight) else None
         ctx.save_for_backward(x)
         if ctx.offsets is not None:
+            if fuse_weight_grad and ctx.needs_input_grad[1]:
+                counts.prefetch()
             return F.grouped_mm(x, weight.transpose(1, 2), offs=ctx.offsets)
         return grouped_linear_plain(x, weight, counts.tolist())
 
@@ -61,15 +63,12 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradient(ctx: Any, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     """The weight's gradient; None where it went into the buffer."""
     weight, fused = ctx.weight, ctx.fuse_weight_grad and hasattr(ctx.weight, "main_grad")
-    if ctx.offsets is not None:
-        product = F.grouped_mm(grad.t(), x, offs=ctx.offsets)
-        if fused:
-            write_grouped_weight_grad(weight, product)
-        return None if fused else product
+    if ctx.offsets is not None and not fused:
+        return F.grouped_mm(grad.t(), x, offs=ctx.offsets)
     sizes = ctx.counts.tolist()
     parts = list(zip(grad.split(sizes), x.split(sizes)))
     if fused:
-        write_grouped_weight_grad(weight, None, parts)
+        write_grouped_weight_grad(weight, parts)
         return None
     return torch.stack([part.t().mm(rows) for part, rows in parts])
 

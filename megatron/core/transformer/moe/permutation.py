@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.fusions.kernels import kernels_run_on
+
 
 @dataclass(frozen=True)
 class RowMap:
@@ -18,6 +20,7 @@ class RowMap:
     pair_of_row: torch.Tensor  # [rows], token * E + expert; T * E: empty
     rows_of_token: torch.Tensor  # [T, copies], `rows`: no such copy
     full: bool  # no row is empty and no token has fewer copies
+    fused: bool = False  # by Triton's kernels where they run
 
     @property
     def rows(self) -> int:
@@ -25,15 +28,18 @@ class RowMap:
 
 
 @torch.no_grad()
-def make_row_map(routing_map: torch.Tensor, rows: int, copies: int, *, capacity: int | None = None, full: bool = False) -> RowMap:
+def make_row_map(
+    routing_map: torch.Tensor, rows: int, copies: int, *, capacity: int | None = None, full: bool = False, fused: bool = False
+) -> RowMap:
     """Rows by expert, then by token, of routing_map [T, E] bool.
 
     rows: their number, which the caller knows (the map's true entries). copies: most experts of a token.
     capacity: each expert has that many rows instead, the last ones empty where it has fewer tokens (more are not allowed).
     full: rows is T x copies: every token goes to `copies` experts.
+    fused: rows are copied and summed by one kernel each (--moe-permute-fusion).
     """
     tokens, experts = routing_map.shape
-    within = routing_map.cumsum(dim=0)  # from 1, among the expert's tokens
+    within = count_down(routing_map)  # from 1, among the expert's tokens
     if capacity is None:
         counts = within[-1] if tokens else routing_map.new_zeros(experts, dtype=torch.int64)
         first = counts.cumsum(dim=0) - counts
@@ -49,7 +55,7 @@ def make_row_map(routing_map: torch.Tensor, rows: int, copies: int, *, capacity:
     if not full:
         has = torch.arange(copies, device=row.device) < routing_map.sum(dim=1, keepdim=True)
         rows_of_token = torch.where(has, rows_of_token, rows)
-    return RowMap(pair_of_row // experts, pair_of_row, rows_of_token.contiguous(), full)
+    return RowMap(pair_of_row // experts, pair_of_row, rows_of_token.contiguous(), full, fused)
 
 
 def _taken(routing_map: torch.Tensor, rows: int, capacity: int | None) -> torch.Tensor:
@@ -60,24 +66,38 @@ def _taken(routing_map: torch.Tensor, rows: int, capacity: int | None) -> torch.
     return filled.flatten()
 
 
-# What is computed, forward and backward alike
+def count_down(routing_map: torch.Tensor) -> torch.Tensor:
+    """[T, E] bool -> int64 [T, E]: how many of the column's entries are true down to this one. By rows of the transpose: scans over the
+    first dimension take a GPU sixty times as long."""
+    return routing_map.t().contiguous().cumsum(dim=1).t()
 
 
-def take_rows(x: torch.Tensor, index: torch.Tensor, full: bool) -> torch.Tensor:
+# What is computed, forward and backward alike. The kernels' plain twin is what follows them.
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor, full: bool, fused: bool = False) -> torch.Tensor:
     """[n, h] -> [len(index), h]; an index of n gives zeros (none is n when `full`)."""
     if x.shape[0] == 0 or index.shape[0] == 0:
         return x.new_zeros(index.shape[0], *x.shape[1:])
+    if fused and kernels_run_on(x):
+        from megatron.core.fusions.kernels import permute as kernels
+
+        return kernels.take_rows(x, index)
     if full:
         return x.index_select(0, index)
     missing = index >= x.shape[0]
     return x.index_select(0, index.clamp(max=x.shape[0] - 1)).masked_fill_(missing.unsqueeze(-1), 0.0)
 
 
-def sum_rows(x: torch.Tensor, index: torch.Tensor, full: bool) -> torch.Tensor:
+def sum_rows(x: torch.Tensor, index: torch.Tensor, full: bool, fused: bool = False) -> torch.Tensor:
     """[n, h], index [T, copies] -> [T, h]: the sum of each token's rows, in fp32 at least, in the order of its experts."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.shape[0] == 0:
         return x.new_zeros(index.shape[0], *x.shape[1:])
+    if fused and index.shape[0] and kernels_run_on(x):
+        from megatron.core.fusions.kernels import permute as kernels
+
+        return kernels.sum_rows(x, index)
     total: torch.Tensor | None = None
     for copy in range(index.shape[1]):
         part = take_rows(x, index[:, copy], full).to(wide)
@@ -90,24 +110,24 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         ctx.row_map = row_map
-        return take_rows(tokens, row_map.token_of_row, row_map.full)
+        return take_rows(tokens, row_map.token_of_row, row_map.full, row_map.fused)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_rows(grads[0], ctx.row_map.rows_of_token, ctx.row_map.full), None
+        return sum_rows(grads[0], ctx.row_map.rows_of_token, ctx.row_map.full, ctx.row_map.fused), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         ctx.row_map = row_map
-        return sum_rows(rows, row_map.rows_of_token, row_map.full)
+        return sum_rows(rows, row_map.rows_of_token, row_map.full, row_map.fused)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return take_rows(grads[0], ctx.row_map.token_of_row, ctx.row_map.full), None
+        return take_rows(grads[0], ctx.row_map.token_of_row, ctx.row_map.full, ctx.row_map.fused), None
 
 
 class _TakePairs(torch.autograd.Function):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from megatron.core.transformer.moe.permutation import count_down
+
 Sum = Callable[[torch.Tensor], torch.Tensor]  # over the ranks that share a micro batch, in a new tensor
 
 
@@ -180,7 +182,7 @@ def within_capacity(probs: torch.Tensor, routing_map: torch.Tensor, capacity: to
     policy "probs": those with the largest weights stay (ties: the first); "position": the first.
     """
     if policy == "position":
-        return routing_map & (routing_map.cumsum(dim=0) <= capacity)
+        return routing_map & (count_down(routing_map) <= capacity)
     order = probs.masked_fill(~routing_map, -math.inf).argsort(dim=0, descending=True, stable=True)
     places = torch.arange(probs.shape[0], device=probs.device).unsqueeze(1).expand_as(order)
     rank = torch.empty_like(order).scatter_(0, order, places)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -38,10 +39,16 @@ class TokenCounts:
     def __init__(self, on_device: torch.Tensor, on_host: list[int] | None = None) -> None:
         self.on_device = on_device
         self._on_host = on_host
+        self._on_its_way: device.HostCopy | None = None
+
+    def prefetch(self) -> None:
+        """Start the copy that a later `tolist` will want."""
+        if self._on_host is None and self._on_its_way is None:
+            self._on_its_way = device.HostCopy(self.on_device)
 
     def tolist(self) -> list[int]:
         if self._on_host is None:
-            self._on_host = self.on_device.tolist()
+            self._on_host = (self._on_its_way or self.on_device).tolist()
         return self._on_host
 
 
@@ -196,7 +203,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         counts = TokenCounts(local.sum(dim=0))
         full = self._every_token_has_topk(has_padding) and self.num_local_experts == self.num_experts
         rows = local.shape[0] * self.topk if full else sum(counts.tolist())
-        row_map = make_row_map(local, rows, min(self.topk, self.num_local_experts), full=full)
+        row_map = make_row_map(local, rows, min(self.topk, self.num_local_experts), full=full, fused=self.config.moe_permute_fusion)
         return Dispatched(
             permute(tokens, row_map),
             take_probs(probs[:, mine].contiguous(), row_map),
@@ -255,7 +262,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         ranks = get_pg_size(self.ep_group)
         if self.config.moe_pad_expert_input_to_capacity:
             capacity = self._padded_rows(routing_map.shape[0])
-            row_map = make_row_map(routing_map, capacity * self.num_experts, self.topk, capacity=capacity)
+            rows = capacity * self.num_experts
+            row_map = make_row_map(routing_map, rows, self.topk, capacity=capacity, fused=self.config.moe_permute_fusion)
             even = torch.full((ranks, self.num_experts), capacity, device=routing_map.device)
             return row_map, even, [[capacity] * self.num_experts] * ranks
         counts = routing_map.sum(dim=0)
@@ -264,7 +272,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         # The one read of a layer. What the permutation needs of it, the number of rows, is known without it where every token has top-k.
         host = None if ranks == 1 and full else by_rank.tolist()
         rows = routing_map.shape[0] * self.topk if full else sum(host[get_pg_rank(self.ep_group)])  # type: ignore[index]
-        return make_row_map(routing_map, rows, self.topk, full=full), by_rank, host
+        return make_row_map(routing_map, rows, self.topk, full=full, fused=self.config.moe_permute_fusion), by_rank, host
 
     def _padded_rows(self, tokens: int) -> int:
         """Rows of an expert from `tokens` tokens that lie here: the whole micro batch's capacity, or all of them where they are fewer."""

@@ -110,6 +110,7 @@ def apply_rotary_pos_emb(
 ) -> torch.Tensor:
     """Turn t [s, b, heads, d] by freqs [s, 1, 1, width <= d]: the fast path with config.apply_rope_fusion, else its plain twin.
 
+    The fast path takes [s, b, groups, heads of one, d] too, as queries lie in a projection.
     cu_seqlens: t [tokens, heads, d] is this rank's part of a packed batch; freqs are then those of its longest sequence, by position.
     """
     if mscale != 1.0:

@@ -1,0 +1,116 @@
+"""LayerNorm and RMSNorm, forward and backward in one pass each. Statistics and sums in fp32 (fp64 for fp64), in one order."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+MOST_PROGRAMS = 1056  # rows of partial sums in a backward: a few for each of a GPU's multiprocessors
+
+
+@triton.jit
+def _forward(
+    x, weight, bias, out, mean, rstd, columns, stride,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, RMS: tl.constexpr, WITH_BIAS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(WIDE)
+    if not RMS:
+        centre = tl.sum(value, axis=0) / columns
+        tl.store(mean + row, centre)
+        value = tl.where(inside, value - centre, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / columns + EPS)
+    tl.store(rstd + row, scale)
+    value *= scale * (tl.load(weight + column, mask=inside, other=0.0).to(WIDE) + OFFSET)
+    if WITH_BIAS:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(WIDE)
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    x, grad, weight, mean, rstd, grad_x, sums, rows, columns, stride, grad_stride, rows_each,
+    OFFSET: tl.constexpr, RMS: tl.constexpr, WITH_BIAS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(WIDE) + OFFSET
+    weight_sum = tl.zeros([BLOCK], dtype=WIDE)
+    bias_sum = tl.zeros([BLOCK], dtype=WIDE)
+    for index in range(0, rows_each):
+        row = program * rows_each + index
+        there = inside & (column < tl.where(row < rows, columns, 0))
+        value = tl.load(x + row * stride + column, mask=there, other=0.0).to(WIDE)
+        dy = tl.load(grad + row * grad_stride + column, mask=there, other=0.0).to(WIDE)
+        scale = tl.load(rstd + tl.minimum(row, rows - 1))
+        if not RMS:
+            value = tl.where(there, value - tl.load(mean + tl.minimum(row, rows - 1)), 0.0)
+        value *= scale  # normalized
+        weight_sum += dy * value
+        if WITH_BIAS:
+            bias_sum += dy
+        dy = tl.where(there, dy * factor, 0.0)
+        dx = dy - value * (tl.sum(dy * value, axis=0) / columns)
+        if not RMS:
+            dx -= tl.sum(dy, axis=0) / columns
+        tl.store(grad_x + row * columns + column, (dx * scale).to(grad_x.dtype.element_ty), mask=there)
+    tl.store(sums + program * columns + column, weight_sum, mask=inside)
+    if WITH_BIAS:
+        tl.store(sums + (tl.num_programs(0) + program) * columns + column, bias_sum, mask=inside)
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps its input and a number or two a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool, offset: float) -> Any:
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        settings = _settings(rows)
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+        rstd = torch.empty(rows.shape[0], dtype=dtype, device=x.device)
+        mean = rstd if rms else torch.empty_like(rstd)
+        _forward[(rows.shape[0],)](
+            rows, weight, weight if bias is None else bias, out, mean, rstd, rows.shape[1], rows.stride(0),
+            EPS=eps, OFFSET=offset, RMS=rms, WITH_BIAS=bias is not None, **settings,
+        )  # fmt: skip
+        ctx.save_for_backward(rows, weight, mean, rstd)
+        ctx.settings = x.shape, rms, offset, bias is not None, settings
+        return out.view(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, mean, rstd = ctx.saved_tensors
+        shape, rms, offset, with_bias, settings = ctx.settings
+        count, columns = rows.shape
+        grad = grads[0].reshape(-1, columns)
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()
+        grad_x = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        each = triton.cdiv(count, MOST_PROGRAMS)
+        programs = triton.cdiv(count, each)
+        sums = torch.empty(2 if with_bias else 1, programs, columns, dtype=rstd.dtype, device=rows.device)
+        _backward[(programs,)](
+            rows, grad, weight, mean, rstd, grad_x, sums, count, columns, rows.stride(0), grad.stride(0), each,
+            OFFSET=offset, RMS=rms, WITH_BIAS=with_bias, **settings,
+        )  # fmt: skip
+        totals = sums.sum(dim=1).to(weight.dtype)  # of the weight, and of the bias
+        return grad_x.view(shape), totals[0], totals[1] if with_bias else None, None, None, None
+
+
+def _settings(rows: torch.Tensor) -> dict[str, Any]:
+    block = triton.next_power_of_2(rows.shape[1])
+    wide = tl.float64 if rows.dtype is torch.float64 else tl.float32
+    return {"WIDE": wide, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, rms: bool, zero_centered: bool = False
+) -> torch.Tensor:
+    """As fused_layer_norm.norm, for a last dim that fits a program (16384)."""
+    return _Norm.apply(x, weight, bias, eps, rms, 1.0 if zero_centered else 0.0)
