@@ -102,6 +102,7 @@ def run_stats(args: argparse.Namespace) -> int:
     all_lengths = []
     for prefix in args.prefixes:
         dataset = IndexedDataset(prefix)
+        dataset.check_structure()
         all_lengths.append(document_lengths(dataset))
         print(prefix)
         for line in summary_lines(dataset, all_lengths[-1]) + Histogram.of(all_lengths[-1]).lines():

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.datasets.preparation.interruption import Stopped, catch_stop_signals
 from megatron.core.datasets.preparation.prepare import SHARD_BYTES, Job, count_rates, prepare, say_on_stderr
 from megatron.core.datasets.preparation.records import TextRules
-from megatron.core.datasets.preparation.text_input import find_files
+from megatron.core.datasets.preparation.text_input import find_files, repeated
 from megatron.core.datasets.preparation.workers import default_workers, kill_workers
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.argument_utils import add_section
@@ -121,6 +121,9 @@ def find_optimal_num_workers(job: Job, workers_to_check: list[int], max_document
 def main() -> None:
     args = parse_args()
     catch_stop_signals()
+    if twice := repeated(args.files):
+        more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+        say_on_stderr(f"warning: --input names {twice[0]}{more} more than once, and their documents will be there as often")
     try:
         job = job_of(args)
         if args.find_optimal_num_workers:

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.helpers import SEPARATE_EPOCH_THRESHOLD, build_gpt_indices
-from megatron.core.datasets.index_cache import IndexCache, describe, description_hash
+from megatron.core.datasets.index_cache import IndexCache, describe, description_hash, verifying
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage import is_remote, local_prefix
 from megatron.core.datasets.utils import Split
@@ -99,7 +99,8 @@ class GPTDataset(torch.utils.data.Dataset):
             self.unique_identifiers["separate_last_epoch_below"] = config.separate_last_epoch_below
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = description_hash(self.unique_description)
-        cache = IndexCache(self._cache_folder(), type(self).__name__, index_split.name, self.unique_description, INDEX_NAMES)
+        lengths = indexed_dataset.sequence_lengths
+        cache = IndexCache(self._cache_folder(), type(self).__name__, index_split.name, self.unique_description, INDEX_NAMES, lengths)
         self.document_index, self.sample_index, self.shuffle_index = cache.load_or_build(self._build_indices, self._index_problem)
         if len(self) == 0 and num_samples != 0:
             raise ValueError(self._too_small())
@@ -137,6 +138,8 @@ class GPTDataset(torch.utils.data.Dataset):
 
     def _build_indices(self) -> tuple[np.ndarray, ...]:
         drop = self.config.drop_last_partial_validation_sequence if self.index_split is Split.valid else True
+        if isinstance(self.dataset, IndexedDataset):
+            self.dataset.check_structure()
         lengths, length, seed = self.dataset.sequence_lengths, self.config.sequence_length, self.config.random_seed
         try:
             below = self.config.separate_last_epoch_below
@@ -157,6 +160,16 @@ class GPTDataset(torch.utils.data.Dataset):
             return f"sample_index of shape {sample_index.shape} for {len(shuffle_index)} samples"
         if sample_index[-1, 0] >= len(document_index):
             return f"sample_index ends at document {sample_index[-1, 0]} of {len(document_index)}"
+        return self._source_problem(document_index, sample_index) if verifying() and len(shuffle_index) else None
+
+    def _source_problem(self, document_index: np.ndarray, sample_index: np.ndarray) -> str | None:
+        """Whether these documents give the place where the last sample begins. (It may itself be a short one.)"""
+        lengths, place = self.dataset.sequence_lengths, int(sample_index[-2, 0])
+        if document_index.max() >= len(lengths):
+            return f"document_index names document {document_index.max()} of {len(lengths)}"
+        begin = int(lengths[document_index[:place]].sum(dtype=np.int64)) + int(sample_index[-2, 1])
+        if begin != (len(sample_index) - 2) * self.config.sequence_length:
+            return f"the last sample begins at token {begin} of these documents: it was built for others"
         return None
 
     def __len__(self) -> int:

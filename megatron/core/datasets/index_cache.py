@@ -2,7 +2,9 @@
 
 The hash is the md5 of the description, a JSON text. Each file is written under another name and renamed; the description
 comes last, so where it is there the arrays are whole. Beside them lies `-checksums.json`, {file: [bytes, CRC-32]}, which Megatron-LM does
-not know: without it (its caches) the arrays are judged by their shapes alone. Arrays are loaded as read-only maps. Torch-free.
+not know: without it (its caches) the arrays are judged by what the dataset can see in them. Its entry `source` is of the data that the
+arrays were computed from: the description names only its path, under which other data may lie by now. Arrays are loaded as read-only
+maps. Torch-free.
 """
 
 import hashlib
@@ -23,6 +25,7 @@ import numpy as np
 logger = logging.getLogger(__name__)
 Arrays = tuple[np.ndarray, ...]
 CHECKSUMS = "checksums.json"
+SOURCE = "source"
 BLOCK = 16 << 20  # bytes
 
 
@@ -48,6 +51,11 @@ def trusted() -> Iterator[None]:
         yield
     finally:
         _verify = before
+
+
+def verifying() -> bool:
+    """False within `trusted()`."""
+    return _verify
 
 
 def describe(identifiers: Mapping[str, Any]) -> str:
@@ -79,13 +87,30 @@ def checksum(path: Path) -> list[int]:
     return [total, crc]
 
 
-class IndexCache:
-    """The cached arrays `names` of one dataset in `folder` (None: never cached)."""
+def checksum_of(array: np.ndarray) -> list[int]:
+    """[bytes, CRC-32] of an array's content."""
+    return [array.nbytes, zlib.crc32(np.ascontiguousarray(array).data) if array.size else 0]
 
-    def __init__(self, folder: str | None, class_name: str, split_name: str, description: str, names: tuple[str, ...]) -> None:
+
+class IndexCache:
+    """The cached arrays `names` of one dataset in `folder` (None: never cached).
+
+    source  what they are computed from, beside the description; arrays of another source are built again
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        class_name: str,
+        split_name: str,
+        description: str,
+        names: tuple[str, ...],
+        source: np.ndarray | None = None,
+    ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.description = description
         self.names = names
+        self.source = source
         self.stem = f"{description_hash(description)}-{class_name}-{split_name}"
 
     def path(self, name: str) -> Path:
@@ -139,6 +164,8 @@ class IndexCache:
             path = self.path(f"{name}.npy")
             if path.stat().st_size != wanted[0] or (_verify and checksum(path) != wanted):
                 return f"{path.name} is damaged: it is not what was written (by its size or checksum)"
+        if _verify and self.source is not None and sums.get(SOURCE) not in (None, checksum_of(self.source)):
+            return "it was built for other data, which lay under this path before"
         return None
 
     def _store(self, arrays: Arrays) -> Arrays:
@@ -149,7 +176,7 @@ class IndexCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.path("description.txt").unlink(missing_ok=True)
             self.path(CHECKSUMS).unlink(missing_ok=True)
-            sums = {}
+            sums = {} if self.source is None else {SOURCE: checksum_of(self.source)}
             for name, array in zip(self.names, arrays):
                 path = self.path(f"{name}.npy")
                 write_atomically(path, partial(np.save, arr=array, allow_pickle=False))

@@ -41,6 +41,7 @@ DTYPES: dict[int, type[np.number]] = {
 }
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 UINT16_VOCABULARY = 65500
+_CHUNK = 1 << 20  # numbers
 
 
 class DatasetFileError(ValueError):
@@ -157,6 +158,29 @@ class IndexFile:
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
+    def problems(self) -> list[str]:
+        """What is wrong between the header and the ends, which opening does not look at: the first sequence that does not begin where
+        the one before it ends, the first document that ends before it begins. One pass in constant memory."""
+        found, end = [], 0
+        for start in range(0, len(self), _CHUNK):
+            sizes = self.sequence_lengths[start : start + _CHUNK].astype(np.int64) * self.dtype.itemsize
+            pointers = self.sequence_pointers[start : start + _CHUNK]
+            wanted = np.cumsum(sizes) + end - sizes
+            wrong = (pointers != wanted) | (sizes < 0)
+            if wrong.any():
+                first = int(np.argmax(wrong))
+                given = f"{self.sequence_lengths[start + first]} tokens at byte {pointers[first]}"
+                given += f", the sequences before it end at {wanted[first]}"
+                found.append(f"{self.path}: sequence {start + first} has {given}")
+                break
+            end = int(pointers[-1]) + int(sizes[-1])
+        for start in range(0, len(self.document_indices) - 1, _CHUNK):
+            falls = np.diff(self.document_indices[start : start + _CHUNK + 1]) < 0
+            if falls.any():
+                found.append(f"{self.path}: document {start + int(np.argmax(falls))} ends before it begins")
+                break
+        return found
+
 
 class IndexedDataset:
     """Read access to a `<path_prefix>.bin` / `.idx` pair: a sequence of numpy arrays of token ids.
@@ -175,6 +199,7 @@ class IndexedDataset:
         self.index = IndexFile(get_idx_path(path_prefix), multimodal)
         self._itemsize = self.index.dtype.itemsize
         self._check_bin()
+        self._bin_size = self.index.bin_size
         self._bin: np.ndarray | None = None
         self._file: Any = None
         self._file_owner = -1
@@ -190,6 +215,11 @@ class IndexedDataset:
             difference = f"{expected - size} bytes shorter" if size < expected else f"{size - expected} bytes longer"
             reason = f"{'truncated, or ' if size < expected else ''}not the partner of {self.index.path}"
             raise DatasetFileError(f"{path}: {difference} than its index says ({size} instead of {expected}): {reason}")
+
+    def check_structure(self) -> None:
+        """Raises DatasetFileError where the index is damaged between its ends. Reads the whole index once."""
+        if found := self.index.problems():
+            raise DatasetFileError(f"{found[0]}: the file is damaged; restore it, or prepare the data again")
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
@@ -234,6 +264,9 @@ class IndexedDataset:
         return self.get(idx % len(self))
 
     def _read(self, position: int, count: int) -> np.ndarray:
+        if position < 0 or (position + count) * self._itemsize > self._bin_size:
+            where = f"tokens {position} to {position + count}, the .bin file has {self._bin_size // self._itemsize}"
+            raise DatasetFileError(f"{self.index.path}: is damaged: it has a sequence of {where}; restore it, or prepare the data again")
         if self._bin is not None:
             return self._bin[position : position + count]
         if self._file_owner != os.getpid():  # a forked worker must not share the file's position with its parent

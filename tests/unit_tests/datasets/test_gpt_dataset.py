@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -206,6 +207,46 @@ def test_a_damaged_cache_is_built_again(tmp_path, victim, damage, caplog):
     assert path.read_bytes() == content
     if damage != "remove":
         assert path.name in caplog.text and "building it again" in caplog.text
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["our cache", "a cache of Megatron-LM"])
+@pytest.mark.parametrize("change", ["longer", "fewer", "more", "the same lengths in another order"])
+def test_a_cache_of_other_data_under_the_same_path_is_built_again(tmp_path, change, checksums, caplog):
+    """The description names the path alone: data that was prepared anew must not be read by the old places."""
+    documents = random_documents(6)
+    prefix = write_corpus(tmp_path / "c", documents)
+    config = make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "cache"))
+    one_dataset(prefix, config, 30)
+    if not checksums:
+        next((tmp_path / "cache").glob("*-checksums.json")).unlink()
+        if change == "the same lengths in another order":
+            return  # the arrays cannot tell
+    changed: dict[str, list] = {
+        "longer": [np.concatenate([document, document]) for document in documents],
+        "fewer": documents[: len(documents) // 2],
+        "more": documents + documents,
+        "the same lengths in another order": documents[::-1],
+    }
+    write_corpus(tmp_path / "c", changed[change])
+    again = [sample["tokens"].tolist() for sample in map(one_dataset(prefix, config, 30).__getitem__, range(30))]
+    assert "building it again" in caplog.text
+    fresh = one_dataset(prefix, make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "fresh")), 30)
+    assert again == [sample["tokens"].tolist() for sample in map(fresh.__getitem__, range(30))]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("number", [0, 3])
+def test_an_index_damaged_in_the_middle_is_never_trained_on(tmp_path, number, cached):
+    """What opening a pair does not see: it trained on tokens that are in no such order in the corpus."""
+    prefix = write_corpus(tmp_path / "c", random_documents(6))
+    config = make_config(blend=([prefix], None), path_to_cache=str(tmp_path / "cache"))
+    if cached:
+        one_dataset(prefix, config, 30)
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[34 + 4 * number] ^= 1  # its length
+    Path(f"{prefix}.idx").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"\.idx: sequence {number + 1} has .* the file is damaged"):
+        one_dataset(prefix, config, 30)
 
 
 def test_arrays_that_another_process_has_checked_are_judged_by_their_size(tmp_path, caplog):

@@ -149,6 +149,20 @@ def test_damaged_files_are_named(prefix, tmp_path, damage, message):
         IndexedDataset(prefix)
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("pointer", [-2, 1 << 40])
+def test_a_sequence_outside_of_the_file_is_refused(prefix, tmp_path, pointer, mmap):
+    """A slice of a map would only come out shorter, and training pads what is short."""
+    count = struct.unpack_from("<Q", STORED_IDX, 18)[0]
+    at = 34 + 4 * count
+    (tmp_path / "pair.idx").write_bytes(STORED_IDX[:at] + struct.pack("<q", pointer) + STORED_IDX[at + 8 :])
+    dataset = IndexedDataset(prefix, mmap=mmap)
+    with pytest.raises(DatasetFileError, match=r"pair\.idx: is damaged: it has a sequence of tokens"):
+        dataset.get(0)
+    with pytest.raises(DatasetFileError, match=r"pair\.idx: sequence 0 has .* the file is damaged"):
+        dataset.check_structure()
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_missing_files_are_named(prefix, tmp_path, suffix):
     (tmp_path / f"pair{suffix}").unlink()

@@ -83,6 +83,14 @@ def test_bytes_behind_the_end_are_found(inspect, prefix):
     assert code == 1 and f"{prefix}.idx: 3 bytes behind the end of its content" in out
 
 
+@pytest.mark.parametrize("damage", [name for name, (suffix, *_) in DAMAGES.items() if suffix == ".idx"])
+def test_statistics_of_a_damaged_index_are_refused(inspect, prefix, damage):
+    _, offset, data, message = DAMAGES[damage]
+    change(Path(f"{prefix}.idx"), offset, data)
+    code, out = inspect("stats", prefix)
+    assert code == 1 and f"error: {prefix}.idx: " in out and message in out and "tokens of a document" not in out
+
+
 def test_another_tokenizer_is_found(inspect, prefix, tmp_path):
     code, out = inspect("verify", prefix, *NULL)
     assert code == 1 and "another tokenizer" in out

@@ -185,6 +185,28 @@ def test_damaged_parts_are_named_and_nothing_is_written(refused, tmp_path, damag
     assert expected[damage] in message
 
 
+@pytest.mark.parametrize("metadata", [True, False])
+@pytest.mark.parametrize("place", ["a length", "a pointer", "a document boundary"])
+def test_an_index_damaged_in_the_middle_is_refused(refused, tmp_path, place, metadata):
+    """The merged index is computed anew: what is wrong in an old one would become right, and the documents others."""
+    a, b = prepared(tmp_path, "a", ["abc", "de", "f"]), prepared(tmp_path, "b", ["def"])
+    path = Path(f"{a}.idx")
+    content = bytearray(path.read_bytes())
+    content[{"a length": 34, "a pointer": 34 + 12 + 8, "a document boundary": 34 + 36 + 8}[place]] += 2
+    path.write_bytes(content)
+    if not metadata:
+        Path(f"{a}.meta.json").unlink()
+    message = refused("--input", a, b, "--output-prefix", tmp_path / "out")
+    assert "a_text_document.idx: " in message
+    assert ("its checksum is not the one in" if metadata else "the file is damaged") in message
+
+
+def test_both_files_of_a_pair_are_not_two_pairs(refused, tmp_path):
+    """A shell's PREFIX* names both."""
+    a = write(tmp_path / "a", A)
+    assert f"which would be merged twice; give {a} once" in refused("--input", f"{a}.bin", f"{a}.idx", "--output-prefix", tmp_path / "out")
+
+
 def test_a_merge_replaces_the_old_result(merge, tmp_path):
     a, b = prepared(tmp_path, "a", ["x"]), prepared(tmp_path, "b", ["y"])
     for parts in ([a, b], [b]):

@@ -120,6 +120,13 @@ def test_no_documents_is_an_error(tmp_path, content):
     assert result.returncode == 1 and f"0 documents written from {tmp_path / 'in.jsonl'}" in result.stderr and outputs(tmp_path) == []
 
 
+def test_input_that_is_named_twice_is_said(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", RECORDS[:3])
+    result = run(tmp_path, "--input", tmp_path / "*.jsonl", source)
+    assert result.returncode == 0 and len(read(tmp_path)) == 6
+    assert f"warning: --input names {source} more than once, and their documents will be there as often" in result.stderr
+
+
 def test_a_broken_archive_is_named(tmp_path):
     data = gzip.compress(b'{"text": "1 2"}\n' * 1000)
     (tmp_path / "in.jsonl.gz").write_bytes(data[:-20])

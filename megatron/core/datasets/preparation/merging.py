@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path,
 from megatron.core.datasets.preparation.interruption import check_stopped
 from megatron.core.datasets.preparation.pair_metadata import PairMetadata, get_meta_path, read_metadata
 from megatron.core.datasets.preparation.pair_writer import publish
-from megatron.core.datasets.preparation.safe_files import DamagedFileError, HashedFile, read_chunks
+from megatron.core.datasets.preparation.safe_files import DamagedFileError, HashedFile, read_chunks, sha256_of
 
 CHUNK = 1 << 20  # numbers
 
@@ -43,6 +43,9 @@ def find_pairs(inputs: list[str]) -> list[str]:
         if not stems:
             raise MergeError(f"--input {given}: there is no .bin/.idx pair in this folder")
         prefixes += [os.path.join(given, stem) for stem in stems]
+    for stem in {given[:-4] for given in inputs if given.endswith(".bin")}:
+        if f"{stem}.idx" in inputs and not os.path.isdir(f"{stem}.idx"):  # a shell's PREFIX*
+            raise MergeError(f"--input {stem}.bin {stem}.idx: these are one pair, which would be merged twice; give {stem} once")
     for prefix in prefixes:
         for path, partner in ((get_bin_path(prefix), get_idx_path(prefix)), (get_idx_path(prefix), get_bin_path(prefix))):
             if not os.path.isfile(path):
@@ -55,6 +58,7 @@ def merge(prefixes: list[str], output_prefix: str, multimodal: bool, say: Callab
     """Write the pair `output_prefix` of all documents in order; documents, sequences and tokens of it. Raises MergeError, WriteError."""
     parts = [Part(prefix, IndexedDataset(prefix, multimodal=multimodal), read_metadata(prefix)) for prefix in prefixes]
     _check_fit(parts, output_prefix)
+    _check_indices(parts)
     with_metadata = _has_metadata(parts, say)
     folder = Path(f"{output_prefix}.{os.getpid()}.merging")  # not resumable: copying is quick
     folder.mkdir()
@@ -100,6 +104,20 @@ def _check_fit(parts: list[Part], output_prefix: str) -> None:
             raise MergeError(f"prepared with different tokenizers ({pair}): ids mean different text, prepare both with one")
 
 
+def _check_indices(parts: list[Part]) -> None:
+    """The new index is computed from the old ones, so that their damage would not show in it."""
+    for part in parts:
+        path = get_idx_path(part.prefix)
+        if part.metadata is not None and sha256_of(path) != part.metadata.idx["sha256"]:
+            raise _changed(path, part)
+        part.dataset.check_structure()
+
+
+def _changed(path: str, part: Part) -> DamagedFileError:
+    meta = get_meta_path(part.prefix)
+    return DamagedFileError(f"{path}: its checksum is not the one in {meta}: the file has changed since it was made")
+
+
 def _tokenizer(part: Part) -> dict[str, Any]:
     assert part.metadata is not None
     return {"type": "?", "fingerprint": "", **part.metadata.tokenizer}
@@ -122,9 +140,7 @@ def _copy_ids(part: Part, output: HashedFile) -> None:
             digest.update(chunk)
         check_stopped()
     if part.metadata is not None and digest.hexdigest() != part.metadata.bin["sha256"]:
-        raise DamagedFileError(
-            f"{path}: its checksum is not the one in {get_meta_path(part.prefix)}: the file has changed since it was made"
-        )
+        raise _changed(path, part)
 
 
 def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -20,7 +20,7 @@ from megatron.core.datasets.preparation.pair_metadata import PairMetadata, get_m
 from megatron.core.datasets.preparation.pair_writer import PairWriter, publish
 from megatron.core.datasets.preparation.progress import Progress, counted
 from megatron.core.datasets.preparation.records import EncodedBatch, Encoder, TextRules
-from megatron.core.datasets.preparation.safe_files import HashedFile, WriteError
+from megatron.core.datasets.preparation.safe_files import DamagedFileError, HashedFile, WriteError
 from megatron.core.datasets.preparation.text_input import (
     BATCH_BYTES,
     Batch,
@@ -242,9 +242,14 @@ def _explain_what_is_left(error: BaseException, job: Job, folder: WorkingFolder)
     if state is None:
         folder.remove()
         return
+    if isinstance(error, DamagedFileError):  # another --resume would end here again
+        error.add_note(f"remove {folder.path} to start again")
+        return
     skip = " --on-bad-record skip" if isinstance(error, InputError) and job.on_bad_record == "fail" else ""
     room = "free some space, then " if isinstance(error, WriteError) else ""
-    error.add_note(f"{counted(state.documents, 'document')} are safe in {folder.path}: {room}go on with --resume{skip}")
+    error.add_note(
+        f"{counted(state.documents, 'document')} {'is' if state.documents == 1 else 'are'} safe in {folder.path}: {room}go on with --resume{skip}"
+    )
 
 
 def count_rates(job: Job, workers_to_check: list[int], max_documents: int) -> Iterator[tuple[int, str, float]]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from megatron.core.optional_imports import require
 STDIN = "-"
 SUFFIXES = (".jsonl", ".json", ".ndjson")
 COMPRESSIONS = (".gz", ".zst")
+MAGICS = {b"\x1f\x8b": (".gz", "gzip"), b"\x28\xb5\x2f\xfd": (".zst", "zstd"), b"BZh": ("", "bzip2"), b"\xfd7zXZ": ("", "xz")}
 BATCH_BYTES = 1 << 19  # several batches a worker even of a small corpus: at the end none waits long for another
 LONGEST_LINE = 256 << 20  # a file without line ends must not fill the memory
 HEAD_BYTES = 1 << 16
@@ -66,6 +68,12 @@ def find_files(patterns: list[str]) -> list[str]:
     if files.count(STDIN) > 1:
         raise InputError("--input -: standard input can be read only once")
     return files
+
+
+def repeated(files: list[str]) -> list[str]:
+    """Those of `files` that are there more than once, under whatever name."""
+    counts = Counter(map(os.path.realpath, files))
+    return sorted({path for path in files if counts[os.path.realpath(path)] > 1})
 
 
 def _without_compression(path: str) -> str:
@@ -141,6 +149,7 @@ def _shown(path: str) -> str:
 def _open(path: str, stack: ExitStack) -> tuple[BinaryIO, Any]:
     """The file, and the stream of its uncompressed bytes."""
     if path == STDIN:
+        _refuse_compressed(path, sys.stdin.buffer)
         return sys.stdin.buffer, sys.stdin.buffer
     try:
         raw = stack.enter_context(open(path, "rb"))  # noqa: SIM115
@@ -148,7 +157,20 @@ def _open(path: str, stack: ExitStack) -> tuple[BinaryIO, Any]:
         raise InputError(f"{path}: cannot be opened: {error.strerror}") from None
     if path.endswith(".gz"):
         return raw, gzip.GzipFile(fileobj=raw)
-    return raw, _ZstdStream(raw, path) if path.endswith(".zst") else raw
+    if path.endswith(".zst"):
+        return raw, _ZstdStream(raw, path)
+    _refuse_compressed(path, raw)
+    return raw, raw
+
+
+def _refuse_compressed(path: str, plain: Any) -> None:
+    """An archive without its suffix would be so many bad records, which `--on-bad-record skip` leaves out."""
+    head = plain.peek(8) if hasattr(plain, "peek") else b""
+    for magic, (suffix, program) in MAGICS.items():
+        if head.startswith(magic):
+            unpack = f"unpack it first ({program} -dc)"
+            advice = unpack if path == STDIN or not suffix else f"name it {path}{suffix}, or {unpack}"
+            raise InputError(f"{_shown(path)}: holds {program} data, not lines of JSON; {advice}")
 
 
 def _tell(raw: BinaryIO) -> int:

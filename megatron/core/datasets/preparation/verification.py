@@ -12,8 +12,6 @@ from megatron.core.datasets.preparation.interruption import check_stopped
 from megatron.core.datasets.preparation.pair_metadata import PairMetadata, get_meta_path, read_metadata
 from megatron.core.datasets.preparation.safe_files import CHUNK_BYTES, read_chunks, sha256_of
 
-CHUNK = 1 << 20  # numbers
-
 
 @dataclass
 class Report:
@@ -57,23 +55,7 @@ def _check_structure(dataset: IndexedDataset, report: Report) -> None:
     size = HEADER.size + 12 * len(index) + 8 * len(index.document_indices) + (len(index) if index.sequence_modes is not None else 0)
     if os.path.getsize(path) > size:
         report.problems.append(f"{path}: {os.path.getsize(path) - size} bytes behind the end of its content")
-    end = 0
-    for start in range(0, len(index), CHUNK):
-        lengths = np.asarray(index.sequence_lengths[start : start + CHUNK], dtype=np.int64)
-        pointers = np.asarray(index.sequence_pointers[start : start + CHUNK])
-        wanted = np.cumsum(lengths) * index.dtype.itemsize + end - lengths * index.dtype.itemsize
-        wrong = (pointers != wanted) | (lengths < 0)
-        if wrong.any():
-            first = int(np.argmax(wrong))
-            given = f"{lengths[first]} tokens at byte {pointers[first]}, the sequences before it end at {wanted[first]}"
-            report.problems.append(f"{path}: sequence {start + first} has {given}")
-            break
-        end = int(pointers[-1]) + int(lengths[-1]) * index.dtype.itemsize
-    for start in range(0, len(index.document_indices) - 1, CHUNK):
-        falls = np.diff(index.document_indices[start : start + CHUNK + 1]) < 0
-        if falls.any():
-            report.problems.append(f"{path}: document {start + int(np.argmax(falls))} ends before it begins")
-            break
+    report.problems += index.problems()
     if len(report.problems) == problems:
         report.facts.append(f"structure: {len(index.document_indices) - 1} documents, {len(index)} sequences of {index.dtype} ids")
 

@@ -63,10 +63,14 @@ class WorkingFolder:
             os.makedirs(self.path, exist_ok=True)
             lock = open(self.file("lock"), "a+")  # noqa: SIM115 (record locks end with the file's closing)
         except OSError as error:
-            raise ResumeError(f"{self.path}: cannot make this working folder: {error.strerror}") from None
+            advice = "move it away, or use another --output-prefix"
+            raise ResumeError(f"{self.path}: cannot make this working folder: {error.strerror}; {advice}") from None
         with lock:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by workers, so it ends with this process
+                # a run that finished in between has removed the folder, and a third may have made it anew
+                if not os.path.samestat(os.fstat(lock.fileno()), os.stat(self.file("lock"))):
+                    raise FileNotFoundError
             except OSError:
                 raise ResumeError(f"{self.path}: another run is writing there; wait for it, or use another --output-prefix") from None
             yield

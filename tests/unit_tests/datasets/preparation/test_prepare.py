@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.preparation import interruption, safe_files
+from megatron.core.datasets.preparation import interruption, safe_files, working_folder
 from megatron.core.datasets.preparation import prepare as prepare_module
 from megatron.core.datasets.preparation.pair_metadata import read_metadata
 from megatron.core.datasets.preparation.prepare import prepare
@@ -334,8 +335,9 @@ def test_resume_refuses_files_that_somebody_changed(tmp_path, monkeypatch, damag
     ids.write_bytes({"shorter": data[:4], "other bytes": b"\0\1" + data[2:], "missing": b""}[damage])
     if damage == "missing":
         ids.unlink()
-    with pytest.raises(DamagedFileError, match=r"out.partial/text_document.bin"):
+    with pytest.raises(DamagedFileError, match=r"out.partial/text_document.bin") as caught:
         run(tmp_path, source, resume=True)
+    assert caught.value.__notes__ == [f"remove {tmp_path / 'out.partial'} to start again"]  # never to --resume, which ends here again
 
 
 @pytest.mark.parametrize("name", ["state.json", "plan.json"])
@@ -405,6 +407,25 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     run(tmp_path, source, resume=True, say=say_and_start_another)
     assert results[0].returncode == 1 and "another run is writing there" in results[0].stderr
     assert len(documents(tmp_path)) == len(TEXTS)
+
+
+def test_a_run_that_waited_for_a_folder_that_is_gone_does_not_write(tmp_path, monkeypatch):
+    """Between the opening of the lock and the lock the other run finished, and removed the folder; a third run may have made it anew."""
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    folder = tmp_path / "out.partial"
+    lock = working_folder.fcntl.lockf
+
+    def finish_first(*arguments):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "lock").touch()
+        (folder / "text_document.bin").write_text("of the third run")
+        lock(*arguments)
+
+    monkeypatch.setattr(working_folder.fcntl, "lockf", finish_first)
+    with pytest.raises(ResumeError, match="another run is writing there"):
+        run(tmp_path, source)
+    assert (folder / "text_document.bin").read_text() == "of the third run"
 
 
 @pytest.mark.parametrize("limit", [0, 200, 500, 1000])

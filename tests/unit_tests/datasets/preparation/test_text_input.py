@@ -1,5 +1,6 @@
 """Batches are whole lines, whatever the files are packed in and wherever reading begins."""
 
+import bz2
 import gzip
 import io
 import os
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.preparation import text_input
-from megatron.core.datasets.preparation.text_input import InputError, Position, find_files, read_batches
+from megatron.core.datasets.preparation.text_input import InputError, Position, find_files, read_batches, repeated
 
 zstandard = pytest.importorskip("zstandard", reason=".zst needs zstandard")
 
@@ -96,6 +97,31 @@ def test_a_file_that_became_shorter_cannot_be_gone_on_with(tmp_path):
 def test_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1\n2\n")))
     assert [(batch.path, batch.text) for batch in read_batches(["-"])] == [("-", b"1\n2\n")]
+
+
+@pytest.mark.parametrize(
+    "pack, advice", [(gzip.compress, "name it {}.gz, or"), (zstandard.compress, "name it {}.zst, or"), (bz2.compress, "")]
+)
+@pytest.mark.parametrize("piped", [False, True])
+def test_an_archive_without_its_suffix_is_not_so_many_bad_records(tmp_path, monkeypatch, pack, advice, piped):
+    """`--on-bad-record skip` would leave out all of it."""
+    packed = pack(b'{"text": "1"}\n' * 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(packed)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(packed))))
+    with pytest.raises(InputError, match="data, not lines of JSON; ") as caught:
+        list(read_batches(["-" if piped else str(path)]))
+    assert "unpack it first (" in str(caught.value) and (advice.format(path) in str(caught.value)) != (piped and bool(advice))
+
+
+def test_files_that_are_named_twice_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "d.jsonl").symlink_to("c.jsonl")
+    assert repeated(find_files(["[ab].jsonl", "./b.jsonl"])) == ["./b.jsonl", "b.jsonl"]
+    assert repeated(find_files(["*.jsonl"])) == ["c.jsonl", "d.jsonl"]
+    assert repeated(find_files(["[abc].jsonl"])) == []
 
 
 def test_patterns_are_sorted_and_the_order_of_arguments_is_kept(tmp_path, monkeypatch):
