@@ -131,7 +131,8 @@ def call_provider(args: argparse.Namespace, provider: Callable, data_order: Data
     plans, reason = data_order.plans_for(args)
     if reason is not None:
         print_rank_0(f"WARNING: {reason}")
-    samples = num_samples(args) if plans is None or not plans["train"] else num_samples_going_on(args)
+    # also an order that begins anew does so at this position, which other batches may have led to
+    samples = num_samples_going_on(args) if reason is not None or (plans is not None and plans["train"]) else num_samples(args)
     if plans is None:
         data_order.state = DataOrder.of_this_run(args).state
     elif plans["train"] and args.dataloader_type == "cyclic":

@@ -102,6 +102,16 @@ def test_another_seed_begins_a_new_order_and_says_so(tmp_path: Path, corpora: di
     assert order(tmp_path, 4)["settings"]["seed"] == 8
 
 
+def test_an_order_that_begins_anew_reaches_behind_what_larger_batches_consumed(tmp_path: Path, corpora: dict, read: list) -> None:
+    """5 x 32 samples are consumed; 7 x 4, what the flags alone ask for, would end before this position."""
+    data = [0.7, corpora["a"], 0.3, corpora["b"]]
+    run(tmp_path, data, 5, "--global-batch-size 32 --micro-batch-size 4")
+    read.clear()
+    run(tmp_path, data, 7, "--global-batch-size 4 --seed 4321")
+    assert len(read) == 2 * 4
+    assert order(tmp_path, 7)["train"][0]["size"] == 5 * 32 + 2 * 4
+
+
 def test_a_checkpoint_without_an_order_goes_on_by_this_runs_sizes(tmp_path: Path, corpora: dict, monkeypatch: Any) -> None:
     monkeypatch.setattr("megatron.training.checkpointing.DATA_ORDER", "not written")
     run(tmp_path, [corpora["a"]], 2)

@@ -247,9 +247,8 @@ def _explain_what_is_left(error: BaseException, job: Job, folder: WorkingFolder)
         return
     skip = " --on-bad-record skip" if isinstance(error, InputError) and job.on_bad_record == "fail" else ""
     room = "free some space, then " if isinstance(error, WriteError) else ""
-    error.add_note(
-        f"{counted(state.documents, 'document')} {'is' if state.documents == 1 else 'are'} safe in {folder.path}: {room}go on with --resume{skip}"
-    )
+    verb = "is" if state.documents == 1 else "are"
+    error.add_note(f"{counted(state.documents, 'document')} {verb} safe in {folder.path}: {room}go on with --resume{skip}")
 
 
 def count_rates(job: Job, workers_to_check: list[int], max_documents: int) -> Iterator[tuple[int, str, float]]:
