@@ -25,7 +25,7 @@ from megatron.core.datasets.preparation.interruption import Stopped, catch_stop_
 from megatron.core.datasets.preparation.progress import counted
 from megatron.core.datasets.preparation.statistics import Histogram, document_lengths, draw_histogram, summary_lines
 from megatron.core.datasets.preparation.verification import Expected, verify
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import build_tokenizer, check_fingerprint
 from megatron.training.argument_utils import add_section
 from megatron.training.config import SECTIONS
 from megatron.training.config.data import TokenizerFlags
@@ -131,6 +131,7 @@ def run_document(args: argparse.Namespace) -> int:
         print(f"{head}ids {' '.join(map(str, ids))}")
         if tokenizer is not None:
             check_ids(args.prefix, ids, tokenizer)
+            check_fingerprint([args.prefix], tokenizer)
             print(f"{head}text {tokenizer.detokenize(ids)}")
     return 0
 
@@ -152,11 +153,13 @@ def run_sample(args: argparse.Namespace) -> int:
     from megatron.core.datasets.preparation.training_sample import sample_lines
     from megatron.core.datasets.utils import Split, get_blend_from_list
 
+    blend = get_blend_from_list(args.data_path)
+    check_fingerprint(blend[0] if blend else [], tokenizer)
     with tempfile.TemporaryDirectory() as throwaway:  # nothing is written beside the data
         config = GPTDatasetConfig(
             random_seed=args.seed,
             sequence_length=args.seq_length,
-            blend=get_blend_from_list(args.data_path),
+            blend=blend,
             split=args.split or "969,30,1",
             path_to_cache=args.data_cache_path or throwaway,
             tokenizer=tokenizer,

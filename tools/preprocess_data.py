@@ -53,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--find-optimal-num-workers", action="store_true", help=find)
     group.add_argument("--workers-to-check", type=int, nargs="+", default=[16, 32, 64], help="numbers of workers to try")
     group.add_argument("--max-documents", type=int, default=100000, help="documents to try each of them with")
-    add_section(parser, TokenizerFlags, TOKENIZER_FLAGS)
+    # the sizes of a model's vocabulary, which decide no id: lines of the reference may have them
+    add_section(parser, TokenizerFlags, (*TOKENIZER_FLAGS, "padded_vocab_size", "make_vocab_size_divisible_by"))
     return parser
 
 
@@ -95,10 +96,14 @@ def job_of(args: argparse.Namespace) -> Job:
     """Builds the tokenizer. Raises ValueError."""
     given = {name: getattr(args, name) for name in TOKENIZER_FLAGS}
     defaults = {field: TokenizerFlags.__dataclass_fields__[field].default for field in given}
+    tokenizer = build_tokenizer(**given)
+    if args.vocab_size is not None and args.tokenizer_type != "NullTokenizer" and args.vocab_size < tokenizer.vocab_size:
+        rule = f"the tokenizer has {tokenizer.vocab_size} ids, give that number, or leave the flag out"
+        raise ValueError(f"--vocab-size {args.vocab_size}: {rule}")
     return Job(
         files=args.files,
         output_prefix=args.output_prefix,
-        tokenizer=build_tokenizer(**given),
+        tokenizer=tokenizer,
         rules=TextRules(tuple(args.json_keys), args.append_eod, args.split_sentences, args.lang, args.keep_newlines),
         tokenizer_flags={name: value for name, value in given.items() if value != defaults[name]},
         on_bad_record=args.on_bad_record,

@@ -1,5 +1,6 @@
 """tools/inspect_dataset.py in this process: what it says about whole and damaged pairs, documents and training samples."""
 
+import base64
 import runpy
 import subprocess
 import sys
@@ -140,6 +141,16 @@ def test_a_document_is_printed_as_ids_and_as_text(inspect, prefix):
     assert code == 1 and "ids 97 to 256, the tokenizer knows 0 to 100" in out
 
 
+def test_text_is_never_that_of_another_tokenizer(inspect, prefix, tmp_path):
+    """Any tokenizer with enough ids makes some text of them."""
+    pytest.importorskip("tiktoken", reason="TikTokenizer needs tiktoken")
+    model = tmp_path / "bytes.tiktoken"
+    model.write_text("".join(f"{base64.b64encode(bytes([rank])).decode()} {rank}\n" for rank in range(256)))
+    for arguments in (["document", prefix, 2], ["sample", 0, "--data-path", prefix, "--seq-length", 8]):
+        code, out = inspect(*arguments, "--tokenizer-type", "TikTokenizer", "--tokenizer-model", model)
+        assert code == 1 and "made by ByteTokenizer of 257 ids" in out and "\ntext " not in out and " loss " not in out
+
+
 def test_a_training_sample_is_the_trainers_own(inspect, prefix):
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.preparation.training_sample import build_split, stretches
@@ -179,7 +190,10 @@ def test_a_training_sample_is_the_trainers_own(inspect, prefix):
         (["--data-path", "{prefix}", "--seq-length", "8"], "--tokenizer-type is required"),
         (["--data-path", "{prefix}", "--seq-length", "8", *NULL, "--num-samples", "5", "--split", "1"], "sample 1000: the train split has"),
         (["--data-path", "{prefix}", "--seq-length", "8", *NULL, "--split-name", "test", "--split", "1"], "the test split is empty"),
-        (["--data-path", "{prefix}", "--seq-length", "8", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50"], "another tokenizer"),
+        (
+            ["--data-path", "{prefix}", "--seq-length", "8", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50"],
+            "give --vocab-size 256 or more",
+        ),
     ],
 )
 def test_samples_that_cannot_be_shown(inspect, prefix, arguments, message):

@@ -120,6 +120,20 @@ def test_no_documents_is_an_error(tmp_path, content):
     assert result.returncode == 1 and f"0 documents written from {tmp_path / 'in.jsonl'}" in result.stderr and outputs(tmp_path) == []
 
 
+def test_sizes_of_the_vocabulary_are_checked_and_change_nothing(tmp_path):
+    pytest.importorskip("tokenizers", reason="BertWordPieceLowerCase needs tokenizers")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"0123456789", ""]))
+    tokenizer = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt")]
+    source = write_lines(tmp_path / "in.jsonl", RECORDS[:3])
+    result = run(tmp_path, "--input", source, "--vocab-size", "16", tokenizer=tokenizer)
+    assert result.returncode == 1 and "--vocab-size 16: the tokenizer has 17 ids" in result.stderr and outputs(tmp_path) == []
+    sizes = ["--vocab-size", "17", "--padded-vocab-size", "2048", "--make-vocab-size-divisible-by", "64"]
+    assert run(tmp_path, "--input", source, *sizes, tokenizer=tokenizer).returncode == 0
+    first = (tmp_path / "out_text_document.bin").read_bytes()
+    assert run(tmp_path, "--input", source, tokenizer=tokenizer).returncode == 0
+    assert first == (tmp_path / "out_text_document.bin").read_bytes()
+
+
 def test_input_that_is_named_twice_is_said(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", RECORDS[:3])
     result = run(tmp_path, "--input", tmp_path / "*.jsonl", source)
