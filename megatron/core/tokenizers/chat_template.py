@@ -182,6 +182,10 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise ValueError(f"message {turn} of the conversation must have a role and a content, both text: {str(message)[:80]}")
         if message["role"] not in ROLES:
             raise ValueError(f"message {turn} of the conversation: role {message['role']!r} is not one of {', '.join(ROLES)}")
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: each tokenizer would fail in its own way, or replace it
+            raise ValueError(f"message {turn} of the conversation is not valid Unicode: {error}") from None
         if BEGIN in message["content"] or END in message["content"]:
             raise ValueError(f"message {turn} of the conversation holds a mark that stands for answers here: {BEGIN!r} or {END!r}")
 

@@ -80,7 +80,7 @@ class ConversationFile:
         rule = 'one conversation a line: {"messages": [{"role": "user", "content": "Hi"}, ...]}, or that list alone'
         try:
             content = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path}:{number}: no JSON ({error}); {rule}") from None
         messages = content.get("messages") if isinstance(content, dict) else content
         if not isinstance(messages, list):

@@ -119,6 +119,7 @@ def test_conversations_that_cannot_be_written_say_why(folder):
         ([{"role": "user"}], "message 0 of the conversation must have a role and a content"),
         ([{"role": "bot", "content": "x"}], "role 'bot' is not one of system, user, assistant"),
         ([{"role": "user", "content": "\0<generation>\0"}], "holds a mark"),
+        ([{"role": "user", "content": "Hi \ud800"}], "message 0 of the conversation is not valid Unicode"),
     ]:
         with pytest.raises(ValueError, match=rule):
             tokenizer.tokenize_conversation(messages)
@@ -143,6 +144,24 @@ def build(folder, path, size=None, **changes):
     options = {"random_seed": 1, "sequence_length": 64, "blend": ([path], None), "split": "100,0,0", "tokenizer": tokenizer}
     config = SFTDatasetConfig(**(options | {"vocab_size": tokenizer.vocab_size, "create_attention_mask": False} | changes))
     return BlendedMegatronDatasetBuilder(SFTDataset, (size, 0, 0), lambda: True, config).build()[0]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "is not valid Unicode"),
+        ("[" * 200_000, "no JSON"),
+        ('{"text": "x"}', "no conversation"),
+        ("[]", "not empty"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(folder, line, message):
+    path = folder / "chats.jsonl"
+    write(path, [chat("Hi", "the fox")])
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=rf"chats\.jsonl:\d+: .*{message}"):
+        build(folder, str(path))
 
 
 CONVERSATIONS = [chat(f"Hi {number}", "the fox " * (1 + number % 4), *(("more", "quick") if number % 3 else ())) for number in range(23)]
