@@ -33,6 +33,9 @@ class CheckpointFlags:
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
         built=("torch_dist",),
     )
+    auto_detect_ckpt_format: bool = flag(
+        False, "Read --load in whatever format it is, also where --ckpt-format is another: that one is written."
+    )
     use_dist_ckpt_deprecated: bool = flag(
         False, "The torch_dist format.", names=("--use-dist-ckpt",), no_effect="--ckpt-format has torch_dist alone"
     )
