@@ -88,13 +88,19 @@ def build_parser(extra_args_provider: Callable[[argparse.ArgumentParser], Any] |
     """The parser of all flags, and of those that `extra_args_provider(parser)` adds."""
     parser = Parser(description="Train a language model; flags as Megatron-LM's.", allow_abbrev=False, conflict_handler="resolve")
     for section in SECTIONS:
-        group = parser.add_argument_group((section.__doc__ or section.__name__).splitlines()[0])
-        for field in dataclasses.fields(section):
-            _add_flag(group, field)
+        add_section(parser, section)
     if extra_args_provider is not None:
         # returning the parser is the convention, forgetting to is common
         parser = extra_args_provider(parser) or parser
     return parser
+
+
+def add_section(parser: argparse.ArgumentParser, section: Any, names: Iterable[str] | None = None) -> None:
+    """Add the flags of one dataclass of SECTIONS, or those of its fields that `names` names, as a group."""
+    group = parser.add_argument_group((section.__doc__ or section.__name__).splitlines()[0])
+    for field in dataclasses.fields(section):
+        if names is None or field.name in names:
+            _add_flag(group, field)
 
 
 def _add_flag(group: Any, field: dataclasses.Field) -> None:
