@@ -28,6 +28,7 @@ from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
+from megatron.training import legacy_checkpoint_writer
 from megatron.training.argument_utils import all_fields
 from megatron.training.checkpoint_formats import StoredCheckpoint, open_checkpoint
 from megatron.training.checkpoint_names import (
@@ -244,7 +245,13 @@ def save_checkpoint(
         if save_rng:
             contents[RNG_KEY] = _rng_object([rng_state()])
         try:
-            dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
+            if args.ckpt_format == "torch":
+                common = {
+                    key: value for key, value in contents.items() if not key.startswith("model") and key not in ("optimizer", RNG_KEY)
+                }
+                legacy_checkpoint_writer.write(unfinished, common, model, optimizer, rng_state() if save_rng else None)
+            else:
+                dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise

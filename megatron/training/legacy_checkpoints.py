@@ -25,10 +25,10 @@ Rank = tuple[int, int, int]  # tensor, pipeline, expert
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
-def rank_folder(rank: Rank, layout: SourceLayout) -> str:
-    """The folder's name of one model-parallel rank."""
+def rank_folder(rank: Rank, stages: int, expert_ranks: int) -> str:
+    """The folder's name of one model-parallel rank: stage and expert rank stand there where there are several."""
     tensor, stage, expert = rank
-    return f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if layout.pipeline > 1 else "") + (f"_{expert:03d}" if layout.expert > 1 else "")
+    return f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if stages > 1 else "") + (f"_{expert:03d}" if expert_ranks > 1 else "")
 
 
 def is_legacy(folder: Path) -> bool:
@@ -80,7 +80,7 @@ class LegacyCheckpoint:
                     yield tensor, stage, expert
 
     def file(self, rank: Rank) -> dict[str, Any]:
-        return self._read(rank_folder(rank, self.layout))
+        return self._read(rank_folder(rank, self.layout.pipeline, self.layout.expert))
 
     def common(self) -> dict[str, Any]:
         """What is the same for all ranks; of the optimizer the parameter groups and the loss scale."""
