@@ -12,6 +12,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.training.config.checks import was_given
 from megatron.training.legacy_checkpoints import LegacyCheckpoint, is_legacy
+from megatron.training.optimizer_buckets import BucketedState, group_keys, is_bucketed, load_with_buckets
+from megatron.training.source_layout import KnownModel
 
 
 class StoredCheckpoint(Protocol):
@@ -31,21 +33,46 @@ class StoredCheckpoint(Protocol):
 
 
 class TorchDist:
-    """The torch_dist format."""
+    """The torch_dist format, the optimizer's state by model key or by buckets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.buckets: BucketedState | None = None
 
     def common(self) -> dict[str, Any]:
-        return dist_checkpointing.load_common_state_dict(self.folder)
+        common = dist_checkpointing.load_common_state_dict(self.folder)
+        found = common.get("optimizer")
+        if isinstance(found, dict) and "param_groups" in found:
+            return common
+        if keys := group_keys(dist_checkpointing.load_tensors_metadata(self.folder)):
+            common["optimizer"] = {**(found if isinstance(found, dict) else {}), **self._groups(keys)}
+        return common
+
+    def _groups(self, keys: list[str]) -> dict[str, Any]:
+        """What is beside the buckets, of all ranks' optimizers: parameter groups, the loss scale."""
+        objects = [item for key in keys for item in dist_checkpointing.stored_objects(self.folder, key)]
+        loaded = dist_checkpointing.load({"objects": objects}, self.folder)["objects"]
+        states = [state.get("optimizer", state) | state for state in loaded]
+        scaler = next((state["grad_scaler"] for state in states if "grad_scaler" in state), None)
+        groups = {"param_groups": [group for state in states for group in state["param_groups"]]}
+        return groups if scaler is None else {**groups, "grad_scaler": scaler}
 
     def objects(self, key: str) -> list[ShardedObject]:
         return dist_checkpointing.stored_objects(self.folder, key)
 
     def open_tensors(self, model: list[torch.nn.Module], with_optimizer: bool) -> Collection[str]:
-        return dist_checkpointing.load_tensors_metadata(self.folder).keys()
+        stored = dist_checkpointing.load_tensors_metadata(self.folder)
+        if not with_optimizer or not is_bucketed(stored):
+            return stored.keys()
+        saved = dist_checkpointing.load_common_state_dict(self.folder).get("args")
+        if not isinstance(saved, argparse.Namespace):
+            raise CheckpointError(f"{self.folder} has no args: which parameters the optimizer's buckets hold cannot be told")
+        self.buckets = BucketedState(stored, vars(saved), KnownModel.of(model))
+        return stored.keys() | self.buckets.keys()
 
     def load(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        if self.buckets is not None:
+            return load_with_buckets(self.folder, wanted, self.buckets)
         return dist_checkpointing.load(wanted, self.folder)
 
 

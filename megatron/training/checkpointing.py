@@ -385,11 +385,6 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
             raise CheckpointError(
                 f"{folder} was saved without an optimizer: give --no-load-optim to train on with a fresh one, or --finetune"
             )
-        if any(key.startswith("optimizer.distributed.") for key in stored):
-            raise CheckpointError(
-                f"{folder} holds a distributed optimizer's state by buckets, which is not read yet: save it with "
-                "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim to train on with a fresh optimizer"
-            )
         wanted["optimizer"] = {"shards": optimizer_state(optimizer, stored)}
     states, *own_states = _stored_rng_object(checkpoint) if with_rng else (None, False, False)
     if states is not None:

@@ -70,7 +70,13 @@ class LegacyCheckpoint:
 
     @cached_property
     def layout(self) -> SourceLayout:
-        return SourceLayout.of(self.saved)
+        layout = SourceLayout.of(self.saved)
+        if layout.num_experts and layout.expert_tensor != layout.tensor:
+            raise CheckpointError(
+                f"{self.folder} was saved with --expert-tensor-parallel-size {layout.expert_tensor} and --tensor-model-parallel-size "
+                f"{layout.tensor}: in the torch format experts are read where the two are equal; save it with --ckpt-format torch_dist"
+            )
+        return layout
 
     def ranks(self) -> Iterator[Rank]:
         """Every model-parallel rank that saved."""

@@ -86,13 +86,14 @@ class SourceLayout:
     pipeline: int
     chunks: int
     expert: int
+    expert_tensor: int
     num_layers: int
     num_experts: int
     config: Any = None
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "SourceLayout":
-        """From a checkpoint's arguments. Raises CheckpointError for a layout whose files this cannot tell apart."""
+        """From a checkpoint's arguments. Raises CheckpointError where they do not say how many layers there are."""
         pipeline = int(saved.get("pipeline_model_parallel_size") or 1)
         layout = saved.get("pipeline_model_parallel_layout")
         if layout is not None and not isinstance(layout, str | list):
@@ -100,12 +101,7 @@ class SourceLayout:
         chunks = int(saved.get("virtual_pipeline_model_parallel_size") or 1)
         tensor = int(saved.get("tensor_model_parallel_size") or 1)
         expert = int(saved.get("expert_model_parallel_size") or 1)
-        expert_tensor = saved.get("expert_tensor_parallel_size") or tensor
-        if expert_tensor != tensor:
-            raise CheckpointError(
-                f"the checkpoint was saved with --expert-tensor-parallel-size {expert_tensor} and --tensor-model-parallel-size {tensor}: "
-                "in this format experts are read where the two are equal; save it with --ckpt-format torch_dist"
-            )
+        expert_tensor = int(saved.get("expert_tensor_parallel_size") or tensor)
         if not saved.get("num_layers"):
             raise CheckpointError("the checkpoint's arguments have no num_layers: its pipeline stages cannot be told")
         config = SimpleNamespace(
@@ -118,7 +114,7 @@ class SourceLayout:
             account_for_embedding_in_pipeline_split=bool(saved.get("account_for_embedding_in_pipeline_split")),
             account_for_loss_in_pipeline_split=bool(saved.get("account_for_loss_in_pipeline_split")),
         )
-        return cls(tensor, pipeline, chunks, expert, saved["num_layers"], int(saved.get("num_experts") or 0), config)
+        return cls(tensor, pipeline, chunks, expert, expert_tensor, saved["num_layers"], int(saved.get("num_experts") or 0), config)
 
     def layers(self, stage: int, chunk: int) -> range:
         return layers_of_stage(self.config, stage, chunk if self.chunks > 1 else None)
@@ -160,15 +156,19 @@ def place_of(name: str, layout: SourceLayout, stage: int, chunk: int, expert_ran
     return Place(key, layer, None if expert is None else expert + expert_rank * layout.local_experts)
 
 
+def with_stored_rows(sharding: ParamSharding, rows: int) -> ParamSharding:
+    """The same of a checkpoint whose vocabulary has `rows` rows: its padding depends on the layout that saved."""
+    if sharding.logical_size is None or not sharding.is_split:
+        return sharding
+    return replace(sharding, global_shape=(rows, *sharding.global_shape[1:]), segments=(Segment("rows", rows, "tp"),))
+
+
 def blocks_of(place: Place, param: KnownParam, shape: tuple[int, ...], tensor_rank: int, tensor_size: int) -> list[Block]:
     """The boxes of the whole tensor that one rank's tensor of `shape` consists of.
 
     Raises CheckpointError where a tensor of this shape is no part of this run's model.
     """
-    sharding = replace(param.sharding, experts=None)
-    if sharding.logical_size is not None and sharding.is_split:  # padding depends on the layout that saved
-        rows = shape[0] * tensor_size
-        sharding = replace(sharding, global_shape=(rows, *sharding.global_shape[1:]), segments=(Segment("rows", rows, "tp"),))
+    sharding = with_stored_rows(replace(param.sharding, experts=None), shape[0] * tensor_size if shape else 0)
     expected = local_shape(sharding, tensor_size)
     if shape != expected and not (sharding.logical_size is not None and shape[1:] == expected[1:]):
         raise CheckpointError(f"{place.key} is {shape} in the checkpoint's files and would be {expected} for this run's model")
