@@ -11,7 +11,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.training.config.checks import was_given
-from megatron.training.legacy_checkpoints import LegacyCheckpoint, is_legacy
+from megatron.training.legacy_checkpoints import LegacyCheckpoint, chained, is_legacy, joined_groups
 from megatron.training.optimizer_buckets import BucketedState, group_keys, is_bucketed, load_with_buckets
 from megatron.training.source_layout import KnownModel
 
@@ -41,21 +41,13 @@ class TorchDist:
 
     def common(self) -> dict[str, Any]:
         common = dist_checkpointing.load_common_state_dict(self.folder)
-        found = common.get("optimizer")
-        if isinstance(found, dict) and "param_groups" in found:
-            return common
-        if keys := group_keys(dist_checkpointing.load_tensors_metadata(self.folder)):
-            common["optimizer"] = {**(found if isinstance(found, dict) else {}), **self._groups(keys)}
+        states = chained(common.get("optimizer") or {})
+        if all("param_groups" in state.get("optimizer", state) for state in states):
+            common["optimizer"] = joined_groups(states)
+        elif keys := group_keys(dist_checkpointing.load_tensors_metadata(self.folder)):
+            objects = [item for key in keys for item in dist_checkpointing.stored_objects(self.folder, key)]
+            common["optimizer"] = joined_groups(dist_checkpointing.load({"objects": objects}, self.folder)["objects"])
         return common
-
-    def _groups(self, keys: list[str]) -> dict[str, Any]:
-        """What is beside the buckets, of all ranks' optimizers: parameter groups, the loss scale."""
-        objects = [item for key in keys for item in dist_checkpointing.stored_objects(self.folder, key)]
-        loaded = dist_checkpointing.load({"objects": objects}, self.folder)["objects"]
-        states = [state.get("optimizer", state) | state for state in loaded]
-        scaler = next((state["grad_scaler"] for state in states if "grad_scaler" in state), None)
-        groups = {"param_groups": [group for state in states for group in state["param_groups"]]}
-        return groups if scaler is None else {**groups, "grad_scaler": scaler}
 
     def objects(self, key: str) -> list[ShardedObject]:
         return dist_checkpointing.stored_objects(self.folder, key)

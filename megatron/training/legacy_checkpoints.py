@@ -17,11 +17,14 @@ from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.parts import Block, load_from_parts
 from megatron.core.dist_checkpointing.safe_pickle import load_torch
 from megatron.core.optimizer import has_weight_decay, is_embedding_or_output
+from megatron.training.optimizer_buckets import STATES, place_in_buckets
 from megatron.training.source_layout import KnownModel, SourceLayout, blocks_of, place_of
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 Rank = tuple[int, int, int]  # tensor, pipeline, expert
+Named = Mapping[tuple[int, str], torch.Tensor]  # (chunk, name) -> the rank's tensor, in registration order
+States = dict[tuple[int, str], dict[str, torch.Tensor]]  # the same -> name of the optimizer's state -> tensor
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -92,13 +95,8 @@ class LegacyCheckpoint:
         """What is the same for all ranks; of the optimizer the parameter groups and the loss scale."""
         common = {key: value for key, value in self._first.items() if not re.fullmatch(r"model\d*|optimizer|rng_state", key)}
         if self._first.get("optimizer") is not None:
-            groups: list[Any] = []
-            scaler = None
-            for stage in range(self.layout.pipeline):
-                for state in _optimizers(self.file((0, stage, 0))):
-                    groups += _inner(state)["param_groups"]
-                    scaler = state.get("grad_scaler", scaler)
-            common["optimizer"] = {"param_groups": groups} | ({} if scaler is None else {"grad_scaler": scaler})
+            stages = [self.file((0, stage, 0))["optimizer"] for stage in range(self.layout.pipeline)]
+            common["optimizer"] = joined_groups([state for stage in stages for state in chained(stage)])
         return common
 
     def objects(self, key: str) -> list[ShardedObject]:
@@ -115,7 +113,7 @@ class LegacyCheckpoint:
         found: dict[str, list[tuple[Block, torch.Tensor]]] = {}
         for rank in self.ranks():
             named = rank_parameters(self.file(rank))
-            states = optimizer_states(self.file(rank), named, known, self.saved) if with_optimizer else {}
+            states = self._optimizer_states(rank, named) if with_optimizer else {}
             for (chunk, name), tensor in named.items():
                 place = place_of(name, self.layout, rank[1], chunk, rank[2], known)
                 param = known.params.get(place.key)
@@ -125,6 +123,15 @@ class LegacyCheckpoint:
                 for prefix, part in [("", tensor), *((f"optimizer.state.{k}.", v) for k, v in states.get((chunk, name), {}).items())]:
                     found.setdefault(prefix + place.key, []).extend((block, part) for block in blocks)
         return found
+
+    def _optimizer_states(self, rank: Rank, named: Named) -> States:
+        path = self.folder / rank_folder(rank, self.layout.pipeline, self.layout.expert) / OPTIMIZER_FILE
+        if not path.exists():
+            return optimizer_states(self.file(rank), named, self.saved)
+        try:
+            return flat_optimizer_states(_mapped(path), named)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
 
     def load(self, wanted: dict[str, Any], parts: dict[str, list[tuple[Block, torch.Tensor]]]) -> dict[str, Any]:
         """Fill `wanted` from `parts`."""
@@ -145,7 +152,7 @@ def _is_copy(rank: Rank, sharding: Any, name: str, key: str) -> bool:
     return tied or (tensor > 0 and not sharding.is_split) or (expert > 0 and not sharding.is_expert)
 
 
-def rank_parameters(file: Mapping[str, Any]) -> dict[tuple[int, str], torch.Tensor]:
+def rank_parameters(file: Mapping[str, Any]) -> Named:
     """(chunk, name) -> tensor of a rank's model, in registration order."""
     names = ["model"] if "model" in file else sorted((key for key in file if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:]))
     return {
@@ -156,30 +163,39 @@ def rank_parameters(file: Mapping[str, Any]) -> dict[tuple[int, str], torch.Tens
     }
 
 
-def _optimizers(file: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A rank's optimizers: one, or the chain of the dense parameters' and the experts'."""
-    found = file["optimizer"]
-    return list(found) if isinstance(found, list | tuple) else [found]
+def chained(optimizer: Any) -> list[dict[str, Any]]:
+    """A rank's optimizers: one, or the chain of the dense parameters' and the experts', a list or numbered."""
+    if isinstance(optimizer, dict):
+        numbered = [key for key in optimizer if isinstance(key, int)]
+        return [optimizer[key] for key in sorted(numbered)] if numbered else [optimizer]
+    return list(optimizer)
+
+
+def joined_groups(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several ranks' or chained optimizers have beside tensors: all parameter groups, and the loss scale where there is one."""
+    scaler = next((state["grad_scaler"] for state in states if "grad_scaler" in state), None)
+    groups = [group for state in states for group in _inner(state)["param_groups"]]
+    return {"param_groups": groups} | ({} if scaler is None else {"grad_scaler": scaler})
 
 
 def _inner(state: Mapping[str, Any]) -> Any:
     return state.get("optimizer", state)
 
 
-def optimizer_states(
-    file: Mapping[str, Any], named: Mapping[tuple[int, str], torch.Tensor], known: KnownModel, saved: Mapping[str, Any]
-) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
+def optimizer_states(file: Mapping[str, Any], named: Named, saved: Mapping[str, Any]) -> States:
     """(chunk, name) -> {exp_avg, exp_avg_sq, fp32_param where there is a copy}.
 
     The file numbers parameters: group by group, in registration order within one. Which group a parameter is in follows from what groups
     are made by; counts that do not agree with that raise CheckpointError.
     """
-    found: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    found: States = {}
     decoupled = saved.get("decoupled_lr") is not None
-    trained = {place: tensor for place, tensor in named.items() if not place[1].endswith("router.expert_bias")}
-    for state in _optimizers(file):
+    trained = _trained(named)
+    for state in chained(file["optimizer"]):
         inner = _inner(state)
         copies = state.get("fp32_from_fp16_params", [])
+        if "state" not in inner:
+            raise CheckpointError(f"its optimizer has no state, and {OPTIMIZER_FILE} is not beside it: give --no-load-optim")
         for number, group in enumerate(inner["param_groups"]):
             members = [place for place, tensor in trained.items() if _in_group(group, place[1], tensor, decoupled, saved)]
             if len(members) != len(group["params"]):
@@ -196,8 +212,59 @@ def optimizer_states(
     return found
 
 
+def _trained(named: Named) -> Named:
+    return {place: tensor for place, tensor in named.items() if not place[1].endswith("router.expert_bias")}
+
+
+def _is_experts(name: str) -> bool:
+    return bool(re.search(r"\bmlp\.experts\.", name))
+
+
 def _in_group(group: Mapping[str, Any], name: str, tensor: torch.Tensor, decoupled: bool, saved: Mapping[str, Any]) -> bool:
     decays = has_weight_decay(name, tensor, bool(saved.get("apply_wd_to_qk_layernorm")))
-    of_experts = bool(re.search(r"\bmlp\.experts\.", name))
-    own = (decays, decoupled and is_embedding_or_output(name, tensor), of_experts)
+    own = (decays, decoupled and is_embedding_or_output(name, tensor), _is_experts(name))
     return own == (group.get("wd_mult", 1.0) != 0.0, bool(group.get("is_decoupled_lr")), bool(group.get("is_expert_parallel")))
+
+
+def flat_optimizer_states(stored: Any, named: Named) -> States:
+    """(chunk, name) -> {param, exp_avg, exp_avg_sq} from a distributed optimizer's own file.
+
+    It holds, for each of the chained optimizers, buffer number -> (dtype of parameters, of gradients) -> state -> one flat tensor over all
+    data-parallel ranks, in the order that optimizer_buckets.py describes. Raises CheckpointError where that is not what is there.
+    """
+    found: States = {}
+    trained = _trained(named)
+    for number, optimizer in enumerate(stored if isinstance(stored, list | tuple) else [stored]):
+        chunks: dict[torch.dtype, int] = {}
+        for buffer in sorted(key for key in optimizer if isinstance(key, int)):
+            for dtypes, tensors in optimizer[buffer].items():
+                dtype = dtypes[0] if isinstance(dtypes, tuple) else dtypes
+                chunk = chunks.get(dtype, 0)
+                chunks[dtype] = chunk + 1
+                members = {place: tensor for place, tensor in trained.items() if place[0] == chunk and tensor.dtype == dtype}
+                members = {place: tensor for place, tensor in members.items() if _is_experts(place[1]) == (number > 0)}
+                found.update(_cut(tensors, members))
+    if lacking := [name for (_, name) in trained if not any(name == place[1] for place in found)]:
+        raise CheckpointError(f"the state of {', '.join(lacking[:8])} is not there: give --no-load-optim")
+    return found
+
+
+def _cut(tensors: Mapping[str, Any], members: Named) -> States:
+    """The flat tensors of one buffer, parameter by parameter."""
+    flats = {state: tensors[state] for state in STATES if torch.is_tensor(tensors.get(state))}
+    if flats.keys() != set(STATES):
+        raise CheckpointError(
+            f"a buffer holds {sorted(map(str, tensors))} and not {', '.join(STATES)} as one tensor each: give --no-load-optim"
+        )
+    backwards = list(members.items())[::-1]
+    size = int(tensors.get("numel_unpadded", flats["param"].numel()))
+    places = place_in_buckets([size], [tensor.numel() for _, tensor in backwards])
+    if places is None:
+        raise CheckpointError(f"a buffer holds {size} elements, its {len(members)} parameters have others: give --no-load-optim")
+    found = {}
+    for (_, start), (place, like) in zip(places, backwards, strict=True):
+        found[place] = {state: flat.flatten()[start : start + like.numel()].view(like.shape) for state, flat in flats.items()}
+        # norms and biases are enough to tell whether the order is right, and cost little to read
+        if like.dim() == 1 and not torch.equal(found[place]["param"].to(like.dtype), like):
+            raise CheckpointError(f"the main values of {place[1]} are not its weights: the order is not known; give --no-load-optim")
+    return found

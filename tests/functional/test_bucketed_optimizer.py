@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
+from megatron.core.dist_checkpointing.safe_pickle import load_torch, plain_namespace
 from megatron.training.optimizer_buckets import place_in_buckets
 from tests.functional.runner import on, train
 from tests.functional.test_golden_continuation import continue_run
@@ -230,3 +230,42 @@ def test_parameters_are_placed_as_they_were_written(numels: list[int], bucket: i
     for (number, start), numel, value in zip(places, numels[::-1], range(len(numels), 0, -1), strict=True):
         assert (written[number][start : start + numel] == value).all()
     assert place_in_buckets([one.numel() for one in written[:-1]] + [written[-1].numel() + 64], numels[::-1]) is None
+
+
+# --- the same flat tensors in a file of the legacy format ---
+
+
+def add_legacy_optimizer(source: Path, folder: Path) -> None:
+    """Put the optimizer of `source` beside the model of one rank that was written without."""
+    tensors, common = dist_checkpointing.load_plain_tensors(source), dist_checkpointing.load_common_state_dict(source)
+    flats: dict[str, Any] = {}
+    for state in ("param", "exp_avg", "exp_avg_sq"):
+        prefix = f"optimizer.state.{state}."
+        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        (flats[state],) = flat(registered(Ranks(local=True), own, 0, 0, 0), 10**9)
+    flats["numel_unpadded"] = flats["param"].numel()
+    torch.save({"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): flats}}, folder / "distrib_optim.pt")
+    file = load_torch(str(folder / "model_optim_rng.pt"))
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in common["optimizer"]["param_groups"]]
+    file |= {"optimizer": {"optimizer": {"param_groups": groups}}, "opt_param_scheduler": common["opt_param_scheduler"]}
+    file["args"] = plain_namespace(vars(file["args"]))
+    torch.save(file, folder / "model_optim_rng.pt")
+
+
+def test_a_legacy_distributed_optimizer_is_read(runs: Callable, corpus: Path, tmp_path: Path) -> None:
+    source, whole = runs(DENSE)
+    flags = f"--ckpt-format torch --no-save-optim --save {tmp_path} --exit-interval 2"
+    assert train(*on(corpus, DENSE, flags)).code == 0
+    rank = tmp_path / "iter_0000002" / "mp_rank_00"
+    add_legacy_optimizer(source, rank)
+    rest = train(*on(corpus, DENSE, f"--load {tmp_path}"))
+    assert rest.code == 0, rest.err
+    assert rest.losses() == whole.losses()[2:] and rest.column("grad_norm") == whole.column("grad_norm")[2:]
+    stored = load_torch(str(rank / "distrib_optim.pt"))
+    stored[0][torch.bfloat16, torch.float32]["param"] *= 2
+    torch.save(stored, rank / "distrib_optim.pt")
+    refused = train(*on(corpus, DENSE, f"--load {tmp_path}"))
+    assert refused.code == 1 and "distrib_optim.pt: the main values of" in refused.errors[0]
+    (rank / "distrib_optim.pt").unlink()
+    refused = train(*on(corpus, DENSE, f"--load {tmp_path}"))
+    assert refused.code == 1 and "distrib_optim.pt is not beside it" in refused.errors[0]
