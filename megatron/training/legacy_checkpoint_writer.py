@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
-from megatron.training.legacy_checkpoints import MODEL_FILE, rank_folder
+from megatron.training import legacy_distributed_optimizer
+from megatron.training.legacy_checkpoints import MODEL_FILE, OPTIMIZER_FILE, rank_folder
 
 
 def _tensors_of(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -99,16 +100,23 @@ def write(folder: Path, contents: dict[str, Any], model: list[torch.nn.Module], 
     Raises on every rank what failed on one (OSError as the file system does).
     """
     failure: Exception | None = None
-    if parallel_state.get_expert_data_parallel_rank() == 0:
+    is_writer = parallel_state.get_expert_data_parallel_rank() == 0
+    is_distributed = optimizer is not None and optimizer.state_kind != "plain"
+    flats = legacy_distributed_optimizer.whole_states(optimizer, is_writer) if is_distributed else None
+    if is_writer:
         contents = {key: value for key, value in contents.items() if not key.startswith("model") and key not in ("optimizer", "rng_state")}
         names = ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
         contents.update((name, model_state_dict(chunk)) for name, chunk in zip(names, model, strict=True))
-        if optimizer is not None:
+        if is_distributed:
+            contents["optimizer"] = legacy_distributed_optimizer.groups_without_params(optimizer)
+        elif optimizer is not None:
             contents["optimizer"] = optimizer_state_dict(optimizer)
         if rng_state is not None:
             contents["rng_state"] = [rng_state]
         try:
-            _write_file(folder / own_folder(), contents)
+            _write_file(folder / own_folder() / MODEL_FILE, contents)
+            if flats is not None:
+                _write_file(folder / own_folder() / OPTIMIZER_FILE, flats)
         except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as a RuntimeError
             failure = error if isinstance(error, OSError) else OSError(f"{folder / own_folder()} cannot be written: {error}")
     _agree_on(failure)
@@ -125,9 +133,9 @@ def own_folder() -> str:
     return rank_folder(rank, stages, experts)
 
 
-def _write_file(folder: Path, contents: dict[str, Any]) -> None:
-    folder.mkdir(exist_ok=True)
-    with open(folder / MODEL_FILE, "wb") as file:
+def _write_file(path: Path, contents: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
         torch.save(_compact(contents), file)
         file.flush()
         os.fsync(file.fileno())

@@ -131,15 +131,36 @@ def test_the_written_file_is_megatron_lms(corpus: Path, tmp_path: Path) -> None:
         pytest.param("--num-layers 4", "--pipeline-model-parallel-size 2", 2, "--bf16", id="tied_pp2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "--expert-model-parallel-size 2", 2, "--moe-grouped-gemm", id="experts", marks=pytest.mark.slow),
         pytest.param(f"{EXPERTS} --moe-grouped-gemm", "", 1, "", id="grouped_experts", marks=pytest.mark.slow),
+        pytest.param("--num-layers 4", "--use-distributed-optimizer", 2, "", id="distributed"),
+        pytest.param(
+            EXPERTS,
+            "--moe-grouped-gemm --use-distributed-optimizer --expert-model-parallel-size 2",
+            2,
+            "--bf16 --use-distributed-optimizer",
+            id="distributed_experts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            f"{LAYERS} --micro-batch-size 1",
+            "--use-distributed-optimizer --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            4,
+            "--bf16",
+            id="distributed_interleaved",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_what_one_layout_wrote_another_reads(corpus: Path, tmp_path: Path, model: str, writer: str, ranks: int, reader: str) -> None:
+def test_what_one_layout_wrote_another_reads(
+    corpus: Path, tmp_path: Path, request: pytest.FixtureRequest, model: str, writer: str, ranks: int, reader: str
+) -> None:
+    name = request.node.callspec.id
     flags, precision = on(corpus, model), "--bf16" if "--bf16" in reader else ""
     whole = train(*flags, precision)
     first = f"{writer} {precision} --ckpt-format torch --save {tmp_path / 'saved'} --exit-interval 2"
     written = train(*flags, first) if ranks == 1 else on_ranks(ranks, *flags, first)
     assert written.code == 0, written.err
-    assert len(list((tmp_path / "saved" / "iter_0000002").glob("mp_rank_*"))) == ranks
+    folders = ranks // 2 if name in ("distributed", "distributed_interleaved") else ranks  # two data-parallel ranks
+    assert len(list((tmp_path / "saved" / "iter_0000002").glob("mp_rank_*"))) == folders
     rest = train(*flags, reader, f"--load {tmp_path / 'saved'}")
     assert rest.code == 0, rest.err
     assert rest.column("iteration") == [3, 4]

@@ -342,9 +342,6 @@ def check_run(args: Args) -> Iterator[Problem]:
         if value is not None and value is not False and not getattr(args, needs):
             yield problem(args, dest, f"needs {name_of(needs)}", f"{name_of(needs)} {'NAME' if needs == 'wandb_exp_name' else 'FOLDER'}")
     if args.ckpt_format == "torch" and args.save:
-        rule = "does not write the state of --use-distributed-optimizer"
-        if args.use_distributed_optimizer and not args.no_save_optim:
-            yield problem(args, "ckpt_format", rule, "torch_dist, or --no-save-optim")
         experts_alike = args.expert_tensor_parallel_size in (None, args.tensor_model_parallel_size)
         if args.num_experts and not experts_alike:
             rule = f"does not write experts of --expert-tensor-parallel-size {args.expert_tensor_parallel_size}, other than the tensor size"

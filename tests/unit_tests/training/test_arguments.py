@@ -120,7 +120,6 @@ BAD = [
     ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load"]),
     ("--load /nowhere/at/all --exit-on-missing-checkpoint", 1, ["/nowhere/at/all", "latest_checkpointed_iteration.txt"]),
     ("--ckpt-format torch_dcp", 1, ["--ckpt-format torch_dcp", "torch_dist"]),
-    ("--ckpt-format torch --save /tmp/folder --use-distributed-optimizer", 1, ["--ckpt-format torch", "--no-save-optim"]),
     ("--metrics-file /tmp", 1, ["--metrics-file /tmp", "is a folder"]),
     ("--save /dev/null", 1, ["--save /dev/null", "folder"]),
     ("--exit-signal-handler --exit-signal SIGKILL", 1, ["--exit-signal SIGKILL", "SIGTERM"]),
