@@ -97,9 +97,7 @@ def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     # one place beyond the end for the experts that were not chosen, which alone may be written twice
     place = torch.where(routing_map, routing_map.cumsum(dim=1) - 1, topk)
     numbers = torch.arange(experts, device=routing_map.device).expand(tokens, experts)
-    numbers = place.new_full((tokens, topk + 1), -1).scatter_(1, place, numbers)[:, :topk]
-    chosen = torch.arange(topk, device=routing_map.device) < routing_map.sum(dim=1, keepdim=True)
-    return torch.where(chosen, numbers, -1)
+    return place.new_full((tokens, topk + 1), -1).scatter_(1, place, numbers)[:, :topk].contiguous()
 
 
 def chosen_weights(probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
