@@ -189,7 +189,7 @@ def test_choices_survive_deepeps_form(length: int, experts: int, most: int, seed
         expected = chosen.nonzero().flatten().tolist()
         assert row == expected + [-1] * (most - len(expected))
     weights = chosen_weights(probs, numbers)
-    assert weights.dtype is torch.float32
+    assert weights.dtype is torch.float32 and not weights[numbers < 0].any()
     again, back = local_choice(numbers, weights, experts)
     assert torch.equal(again, routing_map) and torch.equal(back, probs * routing_map)
     grad = torch.rand(length, experts)
