@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.datasets.packed_batch import UnpackingLoader
+from megatron.training.datasets.batch_message import UnpackingLoader
 
 DATALOADER_TYPES = ("single", "cyclic", "external")
 

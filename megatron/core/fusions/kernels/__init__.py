@@ -1,6 +1,11 @@
 """Triton kernels. A module here imports Triton at its top, so it is imported only where `kernels_run_on` says so.
 
-Each kernel has its plain twin at the place that calls it.
+Each has a torch path beside it, at the place that calls it, which is its plain twin and what runs where Triton does not:
+
+    cross_entropy  tensor_parallel/cross_entropy.py       permute    transformer/moe/permutation.py
+    swiglu         fusions/fused_bias_swiglu.py           adam       optimizer/fused_optimizers.py
+    rope           fusions/fused_rope.py                  embedding  tensor_parallel/layers.py (F.embedding), weight_grad.py
+    norm           fusions/fused_layer_norm.py            probe      nobody: does Triton work here at all?
 """
 
 import logging
