@@ -246,10 +246,7 @@ def save_checkpoint(
             contents[RNG_KEY] = _rng_object([rng_state()])
         try:
             if args.ckpt_format == "torch":
-                common = {
-                    key: value for key, value in contents.items() if not key.startswith("model") and key not in ("optimizer", RNG_KEY)
-                }
-                legacy_checkpoint_writer.write(unfinished, common, model, optimizer, rng_state() if save_rng else None)
+                legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
             else:
                 dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
         except (OSError, ValueError):

@@ -139,6 +139,12 @@ def _write_file(path: Path, contents: Any) -> None:
         torch.save(_compact(contents), file)
         file.flush()
         os.fsync(file.fileno())
+    for folder in (path.parent, path.parent.parent):  # their entries too are on the disk before the checkpoint gets its name
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _agree_on(failure: Exception | None) -> None:

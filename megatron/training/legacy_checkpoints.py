@@ -189,15 +189,16 @@ def optimizer_states(file: Mapping[str, Any], named: Named, saved: Mapping[str, 
     are made by; counts that do not agree with that raise CheckpointError.
     """
     found: States = {}
-    decoupled = saved.get("decoupled_lr") is not None
     trained = _trained(named)
-    for state in chained(file["optimizer"]):
+    optimizers = chained(file["optimizer"])
+    apart = any(group.get("is_expert_parallel") for state in optimizers for group in _inner(state)["param_groups"])
+    for state in optimizers:
         inner = _inner(state)
         copies = state.get("fp32_from_fp16_params", [])
         if "state" not in inner:
             raise CheckpointError(f"its optimizer has no state, and {OPTIMIZER_FILE} is not beside it: give --no-load-optim")
         for number, group in enumerate(inner["param_groups"]):
-            members = [place for place, tensor in trained.items() if _in_group(group, place[1], tensor, decoupled, saved)]
+            members = [place for place, tensor in trained.items() if _in_group(group, place[1], tensor, saved, apart)]
             if len(members) != len(group["params"]):
                 raise CheckpointError(
                     f"parameter group {number} of the checkpoint's optimizer has {len(group['params'])} parameters and by the model's "
@@ -220,9 +221,11 @@ def _is_experts(name: str) -> bool:
     return bool(re.search(r"\bmlp\.experts\.", name))
 
 
-def _in_group(group: Mapping[str, Any], name: str, tensor: torch.Tensor, decoupled: bool, saved: Mapping[str, Any]) -> bool:
+def _in_group(group: Mapping[str, Any], name: str, tensor: torch.Tensor, saved: Mapping[str, Any], apart: bool) -> bool:
+    """apart: whether experts have groups of their own; Megatron-LM's have not without expert parallelism."""
     decays = has_weight_decay(name, tensor, bool(saved.get("apply_wd_to_qk_layernorm")))
-    own = (decays, decoupled and is_embedding_or_output(name, tensor), _is_experts(name))
+    decoupled = saved.get("decoupled_lr") is not None and is_embedding_or_output(name, tensor)
+    own = (decays, decoupled, apart and _is_experts(name))
     return own == (group.get("wd_mult", 1.0) != 0.0, bool(group.get("is_decoupled_lr")), bool(group.get("is_expert_parallel")))
 
 
@@ -234,7 +237,8 @@ def flat_optimizer_states(stored: Any, named: Named) -> States:
     """
     found: States = {}
     trained = _trained(named)
-    for number, optimizer in enumerate(stored if isinstance(stored, list | tuple) else [stored]):
+    optimizers = list(stored) if isinstance(stored, list | tuple) else [stored]
+    for number, optimizer in enumerate(optimizers):
         chunks: dict[torch.dtype, int] = {}
         for buffer in sorted(key for key in optimizer if isinstance(key, int)):
             for dtypes, tensors in optimizer[buffer].items():
@@ -242,7 +246,8 @@ def flat_optimizer_states(stored: Any, named: Named) -> States:
                 chunk = chunks.get(dtype, 0)
                 chunks[dtype] = chunk + 1
                 members = {place: tensor for place, tensor in trained.items() if place[0] == chunk and tensor.dtype == dtype}
-                members = {place: tensor for place, tensor in members.items() if _is_experts(place[1]) == (number > 0)}
+                if len(optimizers) > 1:
+                    members = {place: tensor for place, tensor in members.items() if _is_experts(place[1]) == (number > 0)}
                 found.update(_cut(tensors, members))
     if lacking := [name for (_, name) in trained if not any(name == place[1] for place in found)]:
         raise CheckpointError(f"the state of {', '.join(lacking[:8])} is not there: give --no-load-optim")

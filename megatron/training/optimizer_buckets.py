@@ -3,8 +3,9 @@
 Keys in a torch_dist checkpoint (its default form, `dp_reshardable`): `[chained_C.]optimizer.distributed.dp_group_idx_G.gbuf_idx_B.
 dtype_(PARAM, GRAD).bucket_idx_K.<param|exp_avg|exp_avg_sq>`. G is the model-parallel rank (tensor rank first), B the buffer: one for
 each pipeline chunk and dtype. With experts, chain 0 has the dense parameters and chain 1 the experts, where G counts expert tensor
-rank, expert rank, stage. A buffer holds its parameters last registered first. Which those are follows from the arguments that the
-checkpoint was saved with; that they are the right ones is checked by the stored main parameters: rounded they are the model's weights.
+rank, expert rank, stage; without expert parallelism experts may be among the others. A buffer holds its parameters last registered
+first. Which those are follows from the arguments that the checkpoint was saved with; that they are the right ones is checked by the
+stored main parameters: rounded they are the model's weights.
 """
 
 import math
@@ -166,6 +167,7 @@ class BucketedState:
         shapes = {key: tensor.global_shape for key, tensor in model.items()}
         self.registered = Registered(shapes, known, self.layout, fused, bool(saved.get("moe_grouped_gemm")))
         self.known = known
+        self.is_chained = any("chained_" in key for key in stored if _BUCKET.fullmatch(key))
         self.parts: dict[str, list[tuple[Block, Stretch]]] = {}
         for buffer, buckets in sorted(_buffers(stored).items()):
             self._locate(*buffer, [buckets[number] for number in sorted(buckets)])
@@ -184,7 +186,7 @@ class BucketedState:
         members = []
         for place, is_copy in self.registered.of_rank(stage, chunk, expert_rank):
             param = self.known.params[place.key]
-            if (param.sharding.experts is not None) == of_experts and str(self.dtypes[place.key]) == dtype:
+            if (not self.is_chained or (param.sharding.experts is not None) == of_experts) and str(self.dtypes[place.key]) == dtype:
                 members.append((place, param, self._shape_of(place.key, param, tensor_size), is_copy))
         members.reverse()
         sizes = [self.stored[f"{bucket}.param"].global_shape[0] for bucket in buckets]

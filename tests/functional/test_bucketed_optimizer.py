@@ -62,6 +62,7 @@ class Ranks:
     expert: int = 1
     local: bool = False  # norms by themselves
     grouped: bool = False
+    mixed: bool = False  # experts in the dense parameters' buffers, as without expert parallelism
     bucket: int = 10**9  # elements after which a bucket is closed
 
     def layer_order(self, layer: int, keys: Iterable[str]) -> list[str]:
@@ -104,7 +105,10 @@ def registered(ranks: Ranks, state: dict[str, torch.Tensor], chunk: int, stage: 
     slot = chunk * ranks.pipeline + stage
     found = whole("embedding.word_embeddings.weight") + whole("embedding.position_embeddings.weight") if slot == 0 else []
     for layer in range(slot * count, (slot + 1) * count):
-        found += [cut(key, state[key][layer], tensor, ranks.tensor) for key in ranks.layer_order(layer, state)]
+        for key in ranks.layer_order(layer, state):
+            found.append(cut(key, state[key][layer], tensor, ranks.tensor))
+            if ranks.mixed and key.endswith("router.weight"):
+                found += registered_experts(ranks, state, 0, range(layer, layer + 1))
     if slot == ranks.pipeline * ranks.chunks - 1:
         found += whole("decoder.final_layernorm.weight")
         tied = "embedding.word_embeddings.weight" if slot else ""
@@ -112,11 +116,11 @@ def registered(ranks: Ranks, state: dict[str, torch.Tensor], chunk: int, stage: 
     return found
 
 
-def registered_experts(ranks: Ranks, state: dict[str, torch.Tensor], expert: int) -> list[torch.Tensor]:
+def registered_experts(ranks: Ranks, state: dict[str, torch.Tensor], expert: int, layers: Iterable[int] = range(4)) -> list[torch.Tensor]:
     first, second = (state[f"decoder.layers.mlp.experts.experts.linear_fc{number}.weight"] for number in (1, 2))
     held = range(expert * 4 // ranks.expert, (expert + 1) * 4 // ranks.expert)
     found = []
-    for layer in range(4):
+    for layer in layers:
         if ranks.grouped:
             found += [first[layer, one] for one in held] + [second[layer, one] for one in held]
         else:
@@ -131,7 +135,7 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
     """
     tensors, common = dist_checkpointing.load_plain_tensors(source), dist_checkpointing.load_common_state_dict(source)
     contents: dict[str, Any] = {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
-    with_experts = any(".experts." in key for key in contents)
+    with_experts = any(".experts." in key for key in contents) and not ranks.mixed
     groups = common.pop("optimizer")["param_groups"]
     for state in ("param", "exp_avg", "exp_avg_sq"):
         prefix = f"optimizer.state.{state}."
@@ -189,6 +193,7 @@ LAYOUTS = {
     "interleaved_tied": (TIED, Ranks(pipeline=2, chunks=2, bucket=5000)),
     "small_buckets_tied": (TIED, Ranks(bucket=3000, local=True)),
     "experts_ep2": (EXPERTS, Ranks(expert=2, bucket=20000)),
+    "experts_mixed": (EXPERTS, Ranks(mixed=True, bucket=20000)),
     "experts_grouped_tp2": (EXPERTS, Ranks(tensor=2, expert=4, grouped=True)),
 }
 

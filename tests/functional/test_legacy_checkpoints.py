@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.safe_pickle import load_torch, plain_namespace
 from megatron.training import legacy_checkpoint_writer
 from megatron.training.checkpoint_formats import open_checkpoint
 from tests.functional.forked import on_ranks
@@ -191,3 +192,29 @@ def test_a_full_disk_keeps_the_old_checkpoint(corpus: Path, tmp_path: Path, monk
     result = train(*on(corpus, f"{flags} --load {save}"))
     assert result.code == 1 and "no space left" in result.errors[0]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2" and not list(save.glob("iter_0000004*"))
+
+
+def test_experts_among_the_other_parameters_are_read(corpus: Path, tmp_path: Path) -> None:
+    """Without expert parallelism Megatron-LM has one optimizer, whose groups hold experts too."""
+    whole = train(*on(corpus, EXPERTS))
+    assert train(*on(corpus, EXPERTS, f"--ckpt-format torch --save {tmp_path} --exit-interval 2")).code == 0
+    path = tmp_path / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
+    file = load_torch(str(path))
+    file["args"] = plain_namespace(vars(file["args"]))
+    dense, experts = file["optimizer"]
+    states = [iter(list(optimizer["state"].values())[: len(optimizer["param_groups"][0]["params"])]) for optimizer in (dense, experts)]
+    names = [name for name, tensor in file["model"].items() if torch.is_tensor(tensor) and tensor.dim() > 1]
+    decayed = [next(states[".mlp.experts." in name]) for name in names]
+    groups = dense["param_groups"]
+    others = [dense["state"][number] for number in groups[1]["params"]]
+    groups[0]["params"] = list(range(len(decayed)))
+    groups[1]["params"] = list(range(len(decayed), len(decayed) + len(others)))
+    file["optimizer"] = {"state": dict(enumerate(decayed + others)), "param_groups": groups}
+    torch.save(file, path)
+    rest = train(*on(corpus, EXPERTS, f"--load {tmp_path}"))
+    assert rest.code == 0, rest.err
+    assert rest.losses() == whole.losses()[2:]
+    file["optimizer"]["param_groups"][1]["params"].pop()
+    torch.save(file, path)
+    refused = train(*on(corpus, EXPERTS, f"--load {tmp_path}"))
+    assert refused.code == 1 and "parameter group 1" in refused.errors[0] and "--no-load-optim" in refused.errors[0]
