@@ -313,7 +313,8 @@ def _check_main(folder: Path, tensor: ShardedTensor, copy: ShardedTensor, reader
     dims = len(tensor.global_shape)
     for wanted, common, _, _ in reader.copies:
         if wanted is copy:
-            main = narrowed(copy.data, dims, common.wanted, common.shape).to(tensor.dtype)
+            stored = reader.state.dtypes[tensor.key]  # this run's model may have another
+            main = narrowed(copy.data, dims, common.wanted, common.shape).to(stored).to(tensor.dtype)
             if not torch.equal(main, narrowed(tensor.data, dims, common.wanted, common.shape).cpu()):
                 raise CheckpointError(
                     f"{folder}: the optimizer's main parameters of {tensor.key} are not the model's weights: its buckets hold the "

@@ -208,6 +208,14 @@ def test_buckets_of_any_layout_are_read(runs: Callable, corpus: Path, tmp_path: 
     assert rest.losses() == whole.losses()[2:] and rest.column("grad_norm") == whole.column("grad_norm")[2:]
 
 
+def test_a_run_of_another_precision_reads_buckets(runs: Callable, corpus: Path, tmp_path: Path) -> None:
+    source, whole = runs(DENSE)
+    write_by_buckets(source, tmp_path / "saved" / "iter_0000002", Ranks())
+    rest = train(*on(corpus, DENSE.removeprefix("--bf16"), f"--no-load-rng --load {tmp_path / 'saved'}"))
+    assert rest.code == 0, rest.err
+    assert rest.losses() == pytest.approx(whole.losses()[2:], rel=2e-3)
+
+
 @pytest.mark.parametrize(
     ("claimed", "message"),
     [

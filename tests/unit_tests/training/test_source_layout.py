@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.dist_checkpointing.parts import load_from_parts
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, local_part
-from megatron.training.legacy_checkpoints import rank_folder
+from megatron.training.legacy_checkpoints import chained, joined_groups, rank_folder
 from megatron.training.optimizer_buckets import registration_rank
 from megatron.training.source_layout import KnownModel, KnownParam, Place, SourceLayout, blocks_of, place_of
 
@@ -155,3 +155,11 @@ def test_a_layers_parts_are_registered_in_megatron_lms_order() -> None:
     assert all(registration_rank(one, False) < registration_rank(next_one, False) for one, next_one in pairwise(alone))
     with pytest.raises(CheckpointError, match="--no-load-optim"):
         registration_rank("mixer.in_proj.weight", True)
+
+
+def test_chained_optimizers_groups_are_joined() -> None:
+    dense, experts = {"wd_mult": 1.0}, {"wd_mult": 1.0, "is_expert_parallel": True}
+    numbered = {1: {"param_groups": [experts]}, 0: {"optimizer": {"param_groups": [dense]}, "grad_scaler": "kept"}}
+    for optimizer in (numbered, [numbered[0], numbered[1]]):
+        assert joined_groups(chained(optimizer)) == {"param_groups": [dense, experts], "grad_scaler": "kept"}
+    assert joined_groups(chained(numbered[1])) == {"param_groups": [experts]}
