@@ -33,10 +33,11 @@ from megatron.core.datasets.preparation.text_input import (
 )
 from megatron.core.datasets.preparation.workers import encode_all
 from megatron.core.datasets.preparation.working_folder import ResumeError, State, WorkingFolder, plan_fingerprint
-from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers import MegatronTokenizer, tokenizer_record
+from megatron.core.tokenizers.fingerprint import META_SUFFIX
 
 SHARD_BYTES = 64 << 20
-SUFFIXES = (".bin", ".meta.json", ".idx")
+SUFFIXES = (".bin", META_SUFFIX, ".idx")
 REFUSED = "rejected.txt"
 
 
@@ -108,7 +109,7 @@ def prepare(job: Job) -> None:
 
 def _plan(job: Job, encoder: Encoder) -> dict[str, Any]:
     inputs = [{"path": path} if is_stream(path) else InputFile.look_at(path).as_json() for path in job.files]
-    tokenizer = {"fingerprint": job.tokenizer.fingerprint, "vocab_size": job.tokenizer.vocab_size, "eod": encoder.eod}
+    tokenizer = tokenizer_record(job.tokenizer) | {"eod": encoder.eod}
     return {"inputs": inputs, "flags": _as_json(asdict(job.rules)), "tokenizer": tokenizer}
 
 
@@ -209,8 +210,7 @@ class _Run:
         for key, name, writer in zip(self.job.rules.json_keys, self.job.names, self.writers):
             bin_record, idx_record = writer.finish()
             flags = {**_as_json(asdict(self.job.rules)), **_as_json(self.job.tokenizer_flags), "json_keys": [key]}
-            tokenizer = {"type": self.job.tokenizer_flags.get("tokenizer_type", type(self.job.tokenizer).__name__)}
-            tokenizer |= {name: self.plan["tokenizer"][name] for name in ("fingerprint", "vocab_size")}
+            tokenizer = {name: value for name, value in self.plan["tokenizer"].items() if name != "eod"}
             source = {"fingerprint": plan_fingerprint(self.plan), "files": len(self.job.files), "rejected": self.state.refused}
             metadata = PairMetadata(str(self.encoder.dtype), writer.counts, tokenizer, flags, source, bin_record, idx_record)
             metadata.write(get_meta_path(self.folder.file(name)))
