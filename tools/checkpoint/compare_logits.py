@@ -79,9 +79,8 @@ def report(differences: list[Difference]) -> str:
     wrong = [item for item in differences if not item.relative <= TOLERANCE]
     if wrong:
         lines = "".join(f"\n  {item.where}: {item.largest:.2e}, the largest value being {item.scale:.2e}" for item in wrong[:8])
-        raise ConversionError(
-            f"the two models differ by more than {TOLERANCE} of their largest value (--no-verify writes what was converted nonetheless):{lines}"
-        )
+        rule = f"the two models differ by more than {TOLERANCE} of the largest value"
+        raise ConversionError(f"{rule} (--no-verify writes what was converted nonetheless):{lines}")
     layers = max((item.relative for item in differences[:-1]), default=0.0)
     return (
         f"compared with transformers: logits differ by at most {differences[-1].largest:.1e} (the largest is {differences[-1].scale:.1f}), "

@@ -135,9 +135,7 @@ def hf_to_core(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     tokenizer = (args.save_dir / HF_FILES).resolve() if set(copied) & set(TOKENIZERS) else None
     write_checkpoint(model, checkpoint, checkpoint_arguments(model, tokenizer), DTYPES.get(args.dtype) or model.dtype())
     (folder / TRACKER).write_text(RELEASE)
-    print(
-        f"{model.family.model_type}, {model.flags['num_layers']} layers: {len(model.pieces)} pieces of {len(model.files.file_of)} tensors"
-    )
+    print(f"{model.family.model_type}, {model.flags['num_layers']} layers, {len(model.files.file_of)} tensors")
     return args.load_dir, checkpoint
 
 
@@ -151,7 +149,7 @@ def core_to_hf(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
         copy_companions(beside[0], folder)
     else:
         print(f"no {HF_FILES}/{CONFIG} beside the checkpoint: {CONFIG} is made from its arguments, and there is no tokenizer")
-    print(f"{model.family.model_type}, {model.flags['num_layers']} layers: {len(model.pieces)} pieces")
+    print(f"{model.family.model_type}, {model.flags['num_layers']} layers")
     return folder, checkpoint
 
 

@@ -85,10 +85,11 @@ class HFModel:
         self.config = read_config(self.folder)
         self.family = family_of_config(self.config)
         self.flags = self.family.to_flags(self.config)
-        self.vocab = self.config.get("vocab_size")
-        if not isinstance(self.vocab, int) or self.vocab < 1:
-            raise ConversionError(f"{self.folder / CONFIG}: vocab_size is {self.vocab!r}, it must be the number of rows of the embedding")
-        self.sizes = sizes_of(self.flags, self.vocab, vocab_size_with_padding(self.vocab))
+        vocab = self.config.get("vocab_size")
+        if not isinstance(vocab, int) or vocab < 1:
+            raise ConversionError(f"{self.folder / CONFIG}: vocab_size is {vocab!r}, it must be the number of rows of the embedding")
+        self.vocab: int = vocab
+        self.sizes = sizes_of(self.flags, vocab, vocab_size_with_padding(vocab))
         self.files = SafetensorsFolder(self.folder)
         self.pieces = list(pieces(self.family, self.flags, self.sizes))
         self._check_tensors()
@@ -269,8 +270,7 @@ def write_hf(model: CoreModel, folder: Path, dtype: torch.dtype, largest_file: i
                 for piece, tensor in zip(batch, model.read(batch), strict=True):
                     for name, part in zip(piece.names, piece.join.to_hf(tensor, model.sizes), strict=True):
                         writer.write(name, part.to(dtype))
-    config = {name: value for name, value in model.config.items() if name not in ("dtype", "torch_dtype")}
-    config["dtype" if "dtype" in model.config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    config = {**model.config, "dtype" if "dtype" in model.config else "torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -132,9 +132,7 @@ def _rope_flags(config: Mapping[str, Any], default_base: int) -> Flags:
     base, kind = rope["rope_theta"] or default_base, rope.get("rope_type", rope.get("type", "default"))
     if base != int(base):
         raise ConversionError(f"config.json: rope_theta {base} is not converted: --rotary-base is a whole number")
-    _refuse_unless(
-        {"partial_rotary_factor": rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))}, partial_rotary_factor=1.0
-    )
+    _refuse_unless({"partial_rotary_factor": config.get("partial_rotary_factor"), **rope}, partial_rotary_factor=1.0)
     flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base)}
     if kind == "default":
         return flags
@@ -196,9 +194,8 @@ def _llama_like(config: Mapping[str, Any], *, base: int = 10000, epsilon: float 
         **own,
     }
     if flags["kv_channels"] is None:
-        raise ConversionError(
-            f"config.json: hidden_size {flags['hidden_size']} is no multiple of num_attention_heads {heads}; it lacks head_dim"
-        )
+        rule = f"is no multiple of num_attention_heads {heads}, and there is no head_dim"
+        raise ConversionError(f"config.json: hidden_size {flags['hidden_size']} {rule}")
     return normalized(flags)
 
 

@@ -62,9 +62,8 @@ class SafetensorsFolder:
         """Raises ConversionError for a type that weights do not have (of a quantized model)."""
         found = self._slice(name).get_dtype()
         if found not in DTYPES:
-            raise ConversionError(
-                f"{self.folder}: {name} is of type {found}; weights are of {', '.join(DTYPES)}: save it without quantization"
-            )
+            rule = f"weights are of {', '.join(DTYPES)}: save the model without quantization"
+            raise ConversionError(f"{self.folder}: {name} is of type {found}; {rule}")
         return DTYPES[found]
 
     def _slice(self, name: str) -> Any:
