@@ -94,6 +94,7 @@ class TheirLayers:
     def __init__(self, folder: Path) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self.package = require("transformers", "the comparison of logits (or give --no-verify)")
+        self.package.logging.disable_progress_bar()  # one for each layer
         self.model = HFModel(folder)
         self.dtype: torch.dtype | None = None  # that both models' weights are rounded to
 
@@ -155,6 +156,7 @@ class OurLayers:
         apply_checkpoint_args(self.args, saved)
         vars(self.args).update(hidden_dropout=0.0, attention_dropout=0.0, transformer_impl="local")
         vars(self.args).update(use_cpu_initialization=True, perform_initialization=False)
+        self.args.bias_gelu_fusion = saved.get("bias_gelu_fusion", True)  # says which GELU it was
         self.stored = dist_checkpointing.load_tensors_metadata(checkpoint)
         embedding = self.stored["embedding.word_embeddings.weight"]
         self.dtype, self.rows = embedding.dtype, embedding.global_shape[0]

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 
+from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.export.conversion import (
     CONFIG,
     LARGEST_FILE,
@@ -32,7 +33,7 @@ from megatron.core.export.conversion import (
     write_checkpoint,
     write_hf,
 )
-from megatron.core.export.hf_configs import ConversionError
+from megatron.core.export.hf_configs import ConversionError, exact_gelu
 from megatron.core.export.hf_families import FAMILIES
 from megatron.training.arguments import parse_args as parse_training_args
 from megatron.training.checkpoint_names import RELEASE, TRACKER, get_checkpoint_name, read_metadata
@@ -58,6 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save-dir", required=True, type=Path, help="folder to make; it must be empty or not there")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: as they are)")
     parser.add_argument("--no-verify", action="store_true", help="no comparison of the two models")
+    untie = "hf to core: a tied model's head becomes a weight of its own, a copy of its embedding"
+    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", help=untie)
     parser.add_argument("--true-vocab-size", type=int, help="core to hf: rows of the embedding that are no padding (default: known)")
     parser.add_argument("--max-shard-size", type=int, default=LARGEST_FILE, help="to hf: bytes of a safetensors file (default 5e9)")
     for dest in TARGET_SIZES:
@@ -120,12 +123,12 @@ def checkpoint_arguments(model: HFModel, tokenizer: Path | None) -> argparse.Nam
     # a padded vocabulary follows from the layout that loads it
     args.provenance = dict.fromkeys(values, "command line") | {"padded_vocab_size": "derived"}
     args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = args.iteration = 0
-    return args
+    return plain_namespace(vars(args))
 
 
 def hf_to_core(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     """Write into `folder`; the (Hugging Face, checkpoint) folders to compare."""
-    model = HFModel(args.load_dir)
+    model = HFModel(args.load_dir, args.untie_embeddings_and_output_weights)
     companions = folder / HF_FILES
     checkpoint = folder / RELEASE
     companions.mkdir()
@@ -135,6 +138,8 @@ def hf_to_core(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     tokenizer = (args.save_dir / HF_FILES).resolve() if set(copied) & set(TOKENIZERS) else None
     write_checkpoint(model, checkpoint, checkpoint_arguments(model, tokenizer), DTYPES.get(args.dtype) or model.dtype())
     (folder / TRACKER).write_text(RELEASE)
+    if exact_gelu(model.flags):
+        print("WARNING: the model has the exact GELU: train on with --no-bias-gelu-fusion, else it becomes the tanh approximation")
     print(f"{model.family.model_type}, {model.flags['num_layers']} layers, {len(model.files.file_of)} tensors")
     return args.load_dir, checkpoint
 

@@ -76,15 +76,18 @@ def _listed(items: Iterable[str]) -> str:
 class HFModel:
     """A folder's model: its family, flags, sizes, and the tensors that the table says it must have.
 
-    Raises ConversionError for a family or a setting that is not converted, and for tensors that are missing, of another shape than
-    config.json says, or unknown to the table.
+    untie: a tied model's head becomes a tensor of its own, a copy of its embedding. Raises ConversionError for a family or a setting that
+    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], untie: bool = False) -> None:
         self.folder = Path(folder)
         self.config = read_config(self.folder)
         self.family = family_of_config(self.config)
         self.flags = self.family.to_flags(self.config)
+        self.head_is_embedding = not self.flags["untie_embeddings_and_output_weights"]
+        if untie:
+            self.flags["untie_embeddings_and_output_weights"] = True
         vocab = self.config.get("vocab_size")
         if not isinstance(vocab, int) or vocab < 1:
             raise ConversionError(f"{self.folder / CONFIG}: vocab_size is {vocab!r}, it must be the number of rows of the embedding")
@@ -96,6 +99,8 @@ class HFModel:
 
     def find(self, name: str) -> str:
         """The name that the folder has for a tensor of the table: some files leave the model's prefix out."""
+        if name == "lm_head.weight" and self.head_is_embedding:
+            name = self.family.ends[0].names[0]
         prefix = self.family.optional_prefix
         short = name.removeprefix(prefix)
         return short if prefix and name not in self.files.file_of and short in self.files.file_of else name
@@ -121,15 +126,14 @@ class HFModel:
         if wrong:
             raise ConversionError(f"{self.folder} has tensors of another shape:{_listed(wrong)}")
         unknown = {name for name in there - wanted.keys() if not name.endswith(self.family.ignored)}
-        if "lm_head.weight" in unknown and not self.flags["untie_embeddings_and_output_weights"]:
+        if "lm_head.weight" in unknown and self.head_is_embedding:
             self._check_tied_head()
             unknown.remove("lm_head.weight")
         if unknown:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model of ours does not:{_listed(unknown)}")
 
     def _check_tied_head(self) -> None:
-        embedding = next(piece.names[0] for piece in self.pieces if piece.key == "embedding.word_embeddings.weight")
-        if not torch.equal(self.files.read("lm_head.weight"), self.read(embedding)):
+        if not torch.equal(self.files.read("lm_head.weight"), self.read("lm_head.weight")):
             raise ConversionError(
                 f"{self.folder}: {CONFIG} says tie_word_embeddings, but lm_head.weight is not the embedding: "
                 'which one is meant? Set "tie_word_embeddings": false to keep both'
@@ -284,6 +288,7 @@ def checkpoint_flags(model: HFModel) -> Flags:
         "make_vocab_size_divisible_by": 128,
         "hidden_dropout": float(config.get("resid_pdrop", 0.0)),
         "attention_dropout": float(config.get("attn_pdrop", config.get("attention_dropout", 0.0))),
+        "bias_gelu_fusion": not hf_configs.exact_gelu(model.flags),
         "use_rotary_position_embeddings": rope,
         "add_position_embedding": not rope,
     }

@@ -73,6 +73,9 @@ def flags_of_checkpoint(saved: Mapping[str, Any]) -> Flags:
         found["kv_channels"] = default_kv_channels(found["hidden_size"], found["num_attention_heads"])
     if found["ffn_hidden_size"] is None and found["hidden_size"]:
         found["ffn_hidden_size"] = default_ffn_hidden_size(found["hidden_size"], found["swiglu"] or found["quick_geglu"])
+    gated_or_other = found["swiglu"] or found["quick_geglu"] or found["squared_relu"]
+    if saved.get("bias_gelu_fusion", True) and found["add_bias_linear"] and not gated_or_other:
+        found["openai_gelu"] = True  # GELU with its bias in one kernel is the tanh approximation, here as in Megatron-LM
     missing = [name for name in SHAPE if found[name] is None]
     if missing:
         raise ConversionError(f"the checkpoint's arguments do not say {', '.join(missing)}: it must have been saved with `args`")
@@ -101,6 +104,11 @@ def normalized(flags: Flags) -> Flags:
     if flags["window_size"] is None or (isinstance(flags["window_attn_skip_freq"], list) and all(flags["window_attn_skip_freq"])):
         flags["window_attn_skip_freq"] = None
     return flags
+
+
+def exact_gelu(flags: Flags) -> bool:
+    """Whether the model has the GELU that is not the tanh approximation: in training it takes --no-bias-gelu-fusion."""
+    return not any(flags[name] for name in ("openai_gelu", "swiglu", "quick_geglu", "squared_relu"))
 
 
 def differences(ours: Flags, theirs: Flags) -> list[str]:

@@ -109,9 +109,10 @@ GPT2_ENDS = (
 
 @dataclass(frozen=True)
 class Family:
-    """`model_type` and `architecture` are config.json's. `optional_prefix`: what older files leave out of their tensors' names.
+    """`model_type` and `architecture` are config.json's; `ends` are the rules of what is outside the layers, the embedding first.
 
-    `ignored`: names (their ends) that files of the family may have and that hold no weights.
+    `optional_prefix`: what older files leave out of their tensors' names. `ignored`: the ends of names that files of the family may have
+    and that hold no weights.
     """
 
     model_type: str
@@ -169,7 +170,10 @@ def family_of_flags(flags: Flags, vocab: int) -> tuple[Family, dict[str, Any]]:
     closest: tuple[int, str] | None = None
     for family in FAMILIES.values():
         config = {**family.to_config(flags), "architectures": [family.architecture], "model_type": family.model_type, "vocab_size": vocab}
-        found = hf_configs.differences(family.to_flags(config), flags)
+        try:
+            found = hf_configs.differences(family.to_flags(config), flags)
+        except ConversionError:  # a config.json that this family does not have, such as one without experts
+            continue
         if not found:
             return family, config
         if closest is None or len(found) < closest[0]:
