@@ -36,7 +36,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_training_goes_on_from_it_in_any_layout(corpus: Path, tmp_path: Path) -> None:
-    """The losses of one process at TP2 and PP2, from the first one on, which random weights do not have."""
+    """At TP2 and PP2 the losses of one process; that its weights are those of the source, the converter's tests say."""
     make("llama3", tmp_path / "hf", **SIZES)
     assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
     load = f"--load {tmp_path / 'core'} {FROM}"

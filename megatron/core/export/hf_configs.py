@@ -116,10 +116,14 @@ def differences(ours: Flags, theirs: Flags) -> list[str]:
     return [f"{name} {ours[name]!r} instead of {theirs[name]!r}" for name in (*SHAPE, *PLAIN) if ours[name] != theirs[name]]
 
 
-def _need(config: Mapping[str, Any], name: str) -> Any:
-    if config.get(name) is None:
+def _need(config: Mapping[str, Any], name: str) -> int:
+    """A size."""
+    value = config.get(name)
+    if value is None:
         raise ConversionError(f"config.json lacks {name}")
-    return config[name]
+    if not isinstance(value, int) or value < 1:
+        raise ConversionError(f"config.json: {name} is {value!r}, it must be a whole number of at least 1")
+    return value
 
 
 def _refuse_unless(config: Mapping[str, Any], why: str = "our model does not have it", **wanted: Any) -> None:
@@ -144,7 +148,10 @@ def _rope_flags(config: Mapping[str, Any], default_base: int) -> Flags:
     flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base)}
     if kind == "default":
         return flags
-    factor = float(_need(rope, "factor"))
+    factor = rope.get("factor")
+    if not isinstance(factor, int | float) or factor < 1:
+        raise ConversionError(f"config.json: rope scaling {kind!r} has factor {factor!r}, it must be a number of at least 1")
+    factor = float(factor)
     if kind == "linear" and factor == int(factor):
         return flags | {"rotary_seq_len_interpolation_factor": int(factor)}
     if kind != "llama3":
@@ -250,14 +257,15 @@ def mistral_config(flags: Flags) -> dict[str, Any]:
 
 def _qwen_windows(config: Mapping[str, Any], layers: int) -> Flags:
     """With use_sliding_window the layers from max_window_layers on have a window, or those that layer_types names."""
-    if not config.get("use_sliding_window"):
+    width = config.get("sliding_window", 4096)
+    if not config.get("use_sliding_window") or width is None:
         return {}
     first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     if not set(kinds) <= {"full_attention", "sliding_attention"} or len(kinds) != layers:
         raise ConversionError(f"config.json: layer_types {kinds} is not converted: {layers} of full_attention or sliding_attention are")
     windows = [int(kind == "sliding_attention") for kind in kinds]
-    return {"window_size": _window(_need(config, "sliding_window")), "window_attn_skip_freq": windows} if any(windows) else {}
+    return {"window_size": _window(width), "window_attn_skip_freq": windows} if any(windows) else {}
 
 
 def _qwen_config(flags: Flags) -> dict[str, Any]:
@@ -316,13 +324,15 @@ def qwen3_moe_flags(config: Mapping[str, Any]) -> Flags:
         # weights of the chosen experts that do not sum to 1: those of a softmax over all of them
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }
-    return _llama_like(config, groups=4, **own, **_qwen_windows(config, layers))
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None  # of all layers, whatever max_window_layers
+    return _llama_like(config, groups=4, window_size=_window(window), **own)
 
 
 def qwen3_moe_config(flags: Flags) -> dict[str, Any]:
     pattern = moe_layer_pattern(flags["moe_layer_freq"], flags["num_layers"]) if flags["num_experts"] else [0]
     return {
-        **_qwen_config(flags),
+        **mistral_config(flags),
+        "use_sliding_window": flags["window_size"] is not None,
         "num_experts": flags["num_experts"],
         "num_experts_per_tok": flags["moe_router_topk"],
         "moe_intermediate_size": flags["moe_ffn_hidden_size"] or flags["ffn_hidden_size"],

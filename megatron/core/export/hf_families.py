@@ -157,7 +157,7 @@ FAMILIES = {
 def family_of_config(config: Mapping[str, Any]) -> Family:
     """Raises ConversionError for a model_type that is not in the table."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(f"config.json: model_type {model_type!r} is not converted; there are {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 

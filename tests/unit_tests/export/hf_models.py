@@ -36,8 +36,7 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
-QWEN_LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-MOE = {**MOE, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
+QWEN_MOE = {**MOE, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
 # name -> (config class, its settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT2),
     "gpt2_untied": ("GPT2Config", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40}),
     "mixtral": ("MixtralConfig", {**BASE, **MOE, "num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **QWEN_MOE, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5}),
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**BASE, **QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 56}),
 }  # fmt: skip
 
