@@ -253,15 +253,22 @@ class CoreModel:
 
     def read(self, wanted: list[Piece]) -> list[torch.Tensor]:
         """The pieces' data, as stored."""
+        whole = [torch.empty(piece.shape, dtype=self.stored[piece.key].dtype) for piece in wanted]
         shards: dict[str, Any] = {}
-        for number, piece in enumerate(wanted):
+        for number, (piece, tensor) in enumerate(zip(wanted, whole, strict=True)):
             offset = (*piece.offset, *(0,) * len(piece.shape))
-            dtype = self.stored[piece.key].dtype
             shards[str(number)] = ShardedTensor(
-                piece.key, None, dtype, piece.shape, piece.global_shape, offset, None, prepend_axis_num=len(piece.offset)
+                piece.key, tensor, tensor.dtype, piece.shape, piece.global_shape, offset, None, prepend_axis_num=len(piece.offset)
             )
-        loaded = dist_checkpointing.load(shards, self.folder)
-        return [loaded[str(number)] for number in range(len(wanted))]
+        dist_checkpointing.load(shards, self.folder)
+        return whole
+
+
+def _write_pieces(model: CoreModel, wanted: list[Piece], writer: SafetensorsWriter) -> None:
+    """A function of its own, so that nothing of these tensors is left when the next are read."""
+    for piece, tensor in zip(wanted, model.read(wanted), strict=True):
+        for name, part in zip(piece.names, piece.join.to_hf(tensor, model.sizes), strict=True):
+            writer.write(name, part.to(writer.dtype))
 
 
 def write_hf(model: CoreModel, folder: Path, dtype: torch.dtype, largest_file: int = LARGEST_FILE) -> None:
@@ -271,9 +278,7 @@ def write_hf(model: CoreModel, folder: Path, dtype: torch.dtype, largest_file: i
         for layer, group in groupby(model.pieces, key=lambda piece: piece.layer):
             together = list(group)
             for batch in [together] if layer is not None else [[piece] for piece in together]:
-                for piece, tensor in zip(batch, model.read(batch), strict=True):
-                    for name, part in zip(piece.names, piece.join.to_hf(tensor, model.sizes), strict=True):
-                        writer.write(name, part.to(dtype))
+                _write_pieces(model, batch, writer)
     config = {**model.config, "dtype" if "dtype" in model.config else "torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 

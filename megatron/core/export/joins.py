@@ -58,7 +58,8 @@ def _split_qkv(whole: Tensor, sizes: Sizes) -> list[Tensor]:
 
 
 def _pad_vocabulary(parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    return F.pad(parts[0], (0, 0, 0, sizes.padded_vocab - sizes.vocab))
+    padding = sizes.padded_vocab - sizes.vocab
+    return F.pad(parts[0], (0, 0, 0, padding)) if padding else parts[0]
 
 
 COPY = Join(lambda parts, _: parts[0], lambda whole, _: [whole])
