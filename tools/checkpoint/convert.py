@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.export.conversion import (
     CONFIG,
@@ -110,6 +111,16 @@ def find_core_checkpoint(folder: Path) -> Path:
     return Path(get_checkpoint_name(str(folder), *read_metadata(str(tracker))))
 
 
+def find_source_files(load_dir: Path, checkpoint: Path) -> Path | None:
+    """The folder with the config.json and the tokenizer that a checkpoint came from: beside it, or where a run that goes on from it
+    has its tokenizer."""
+    places = [load_dir / HF_FILES, checkpoint.parent / HF_FILES]
+    saved = dist_checkpointing.load_common_state_dict(checkpoint).get("args")
+    if getattr(saved, "tokenizer_type", None) == "HuggingFaceTokenizer" and saved.tokenizer_model:
+        places.append(Path(saved.tokenizer_model))
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
 def checkpoint_arguments(model: HFModel, tokenizer: Path | None) -> argparse.Namespace:
     """The arguments of a training of this model that gives nothing else, as its checkpoints would have them."""
     args = parse_training_args(argv=[])
@@ -147,11 +158,11 @@ def hf_to_core(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
 def core_to_hf(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     """Write into `folder`; the (Hugging Face, checkpoint) folders to compare."""
     checkpoint = find_core_checkpoint(args.load_dir)
-    beside = [place / HF_FILES for place in (args.load_dir, checkpoint.parent) if (place / HF_FILES / CONFIG).is_file()]
-    model = CoreModel(checkpoint, read_config(beside[0]) if beside else None, args.true_vocab_size)
+    source = find_source_files(args.load_dir, checkpoint)
+    model = CoreModel(checkpoint, None if source is None else read_config(source), args.true_vocab_size)
     write_hf(model, folder, DTYPES.get(args.dtype) or model.dtype(), args.max_shard_size)
-    if beside:
-        copy_companions(beside[0], folder)
+    if source is not None:
+        copy_companions(source, folder)
     else:
         print(f"no {HF_FILES}/{CONFIG} beside the checkpoint: {CONFIG} is made from its arguments, and there is no tokenizer")
     print(f"{model.family.model_type}, {model.flags['num_layers']} layers")

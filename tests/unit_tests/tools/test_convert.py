@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,9 @@ def test_tokenizer_and_settings_come_along(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "hf").iterdir()} - {"notes.txt"}
     assert {path.name for path in (tmp_path / "back").iterdir()} == names
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{} tokenizer.json"
+    shutil.copytree(tmp_path / "core" / "release", tmp_path / "run" / "iter_0000003")  # of a training that went on from it
+    assert convert("core", "hf", tmp_path / "run" / "iter_0000003", tmp_path / "trained", "--no-verify") == 0
+    assert {path.name for path in (tmp_path / "trained").iterdir()} == names
 
 
 # --- refused ---
