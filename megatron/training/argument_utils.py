@@ -255,11 +255,13 @@ def example_value(action: argparse.Action) -> str:
 def unknown_flag(name: str, values: Sequence[str], known: Iterable[str]) -> Problem:
     """What to say of a flag that the parser does not have: removed, not supported yet, or the nearest one."""
     given = " ".join(values) or None
+    later = flag_aliases.not_supported_yet()
     if name in flag_aliases.RENAMED:
-        return Problem(name, given, f"is an old name; {flag_aliases.RENAMED[name]}")
+        advice = flag_aliases.RENAMED[name]
+        unbuilt = [word for word in re.findall(r"--[a-z0-9-]+", advice) if word in later]
+        return Problem(name, given, f"is an old name; {advice}" + (f" ({' and '.join(unbuilt)}: not supported yet)" if unbuilt else ""))
     if name in flag_aliases.REMOVED:
         return Problem(name, given, "was removed from Megatron-LM and has no effect there any more", "leave it out")
-    later = flag_aliases.not_supported_yet()
     if name in later:
         return Problem(name, given, "is a Megatron-LM flag that this version does not support yet", "leave it out")
     spelled = "--" + name.lstrip("-").replace("_", "-")

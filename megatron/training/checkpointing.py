@@ -28,7 +28,9 @@ from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
+from megatron.training import legacy_checkpoint_writer
 from megatron.training.argument_utils import all_fields
+from megatron.training.checkpoint_formats import StoredCheckpoint, open_checkpoint
 from megatron.training.checkpoint_names import (
     RELEASE,
     TRACKER,
@@ -124,16 +126,16 @@ def _rng_object(data: Any) -> ShardedObject:
     return ShardedObject(RNG_KEY, data, sizes, ranks, replica_id=replica)
 
 
-def _stored_rng_object(folder: Path) -> tuple[ShardedObject | None, bool, bool]:
+def _stored_rng_object(checkpoint: StoredCheckpoint) -> tuple[ShardedObject | None, bool, bool]:
     """(the entry to read this rank's random states from, whether those that differ by tensor rank are in it, whether experts' are).
 
     A checkpoint of another layout has the states of its own ranks: a tensor rank that it lacks takes the states that its stage's ranks
     share from the first of them, a stage that it lacks takes none.
     """
     mine = _rng_object(None)
-    stored = {item.unique_key: item for item in dist_checkpointing.stored_objects(folder, RNG_KEY)}
+    stored = {item.unique_key: item for item in checkpoint.objects(RNG_KEY)}
     if mine.unique_key in stored or not stored:
-        return mine, True, True  # the usual case, or an error that names what is missing
+        return stored.get(mine.unique_key, mine), True, True  # the usual case, or an error that names what is missing
     by_rank: dict[tuple[int, ...], ShardedObject] = {}
     for item in stored.values():
         by_rank.setdefault(item.global_offset, item)
@@ -243,7 +245,10 @@ def save_checkpoint(
         if save_rng:
             contents[RNG_KEY] = _rng_object([rng_state()])
         try:
-            dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
+            if args.ckpt_format == "torch":
+                legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
+            else:
+                dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise
@@ -322,7 +327,7 @@ def checkpoint_args(args: argparse.Namespace) -> dict[str, Any]:
     A padded vocabulary that followed from the layout is left out: it follows from this run's.
     """
     folder = find_checkpoint(args.load, args.ckpt_step)
-    saved = dist_checkpointing.load_common_state_dict(folder).get("args") if folder else None
+    saved = open_checkpoint(folder, args).common().get("args") if folder else None
     values = dict(vars(saved)) if isinstance(saved, argparse.Namespace) else {}
     if (values.get("provenance") or {}).get("padded_vocab_size") == "derived":
         values.pop("padded_vocab_size", None)
@@ -334,7 +339,7 @@ def stored_position(args: argparse.Namespace) -> TrainState:
     folder = find_checkpoint(args.load, args.ckpt_step) if args.load else None
     if folder is None or args.finetune or folder.name == RELEASE:
         return TrainState()
-    common = dist_checkpointing.load_common_state_dict(folder)
+    common = open_checkpoint(folder, args).common()
     return _state_from(common, int(common.get("iteration", 0)))
 
 
@@ -364,28 +369,24 @@ def load_checkpoint(
 
 
 def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any | None, scheduler: Any | None) -> TrainState:
-    common = dist_checkpointing.load_common_state_dict(folder)
+    checkpoint = open_checkpoint(folder, args)
+    common = checkpoint.common()
     iteration = int(common.get("iteration", 0))
     resume = not args.finetune and folder.name != RELEASE
     with_optimizer = resume and optimizer is not None and not args.no_load_optim
     with_rng = resume and not args.no_load_rng
     wanted: dict[str, Any] = model_state(model)
+    stored = checkpoint.open_tensors(model, with_optimizer and "optimizer" in common)
     if with_optimizer:
         if "optimizer" not in common:
             raise CheckpointError(
                 f"{folder} was saved without an optimizer: give --no-load-optim to train on with a fresh one, or --finetune"
             )
-        stored = dist_checkpointing.load_tensors_metadata(folder).keys()
-        if any(key.startswith("optimizer.distributed.") for key in stored):
-            raise CheckpointError(
-                f"{folder} holds a distributed optimizer's state by buckets, which is not read yet: save it with "
-                "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim to train on with a fresh optimizer"
-            )
         wanted["optimizer"] = {"shards": optimizer_state(optimizer, stored)}
-    states, *own_states = _stored_rng_object(folder) if with_rng else (None, False, False)
+    states, *own_states = _stored_rng_object(checkpoint) if with_rng else (None, False, False)
     if states is not None:
         wanted[RNG_KEY] = states
-    loaded = _load_matching(wanted, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
+    loaded = _load_matching(wanted, checkpoint, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
     if optimizer is not None:
         if with_optimizer:
             optimizer.load_common_state_dict(common["optimizer"])
@@ -406,11 +407,11 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
     return state
 
 
-def _load_matching(wanted: dict[str, Any], folder: Path, differences: list[str]) -> dict[str, Any]:
+def _load_matching(wanted: dict[str, Any], checkpoint: StoredCheckpoint, folder: Path, differences: list[str]) -> dict[str, Any]:
     """Read the checkpoint; CheckpointError with the flags that differ when it holds another model, also one whose tensors would fit."""
     flags = "".join(f"\n  {text}" for text in differences)
     try:
-        loaded = dist_checkpointing.load(wanted, folder)
+        loaded = checkpoint.load(wanted)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{flags}") from None
     if differences:

@@ -21,14 +21,19 @@ RECIPE = (
 LOGGED_DIGIT = 0.6e-6  # losses are stored with six decimals
 
 
+def data_flags(golden: Path, folder: Path) -> tuple[str, str]:
+    """The stored runs' corpora and tokenizer, their index cached in `folder`."""
+    tokens = golden / "tokens"
+    data = f"--data-path 0.7 {tokens}/kjv_text_document 0.3 {tokens}/fortunes_text_document --tokenizer-model {tokens}/sp1000.model"
+    return data, f"--data-cache-path {folder}/cache"
+
+
 def continue_run(golden: Path, folder: Path, name: str, script: str, more: str, processes: int = 1) -> tuple[Any, dict[str, Any]]:
     """(our result, what Megatron-LM logged) of the stored run `name` from iteration 10 on, here or in processes of its own."""
     with tarfile.open(golden / "checkpoints" / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     (tracker,) = folder.rglob("latest_checkpointed_iteration.txt")
-    tokens = golden / "tokens"
-    data = f"--data-path 0.7 {tokens}/kjv_text_document 0.3 {tokens}/fortunes_text_document --tokenizer-model {tokens}/sp1000.model"
-    flags = (data, f"--data-cache-path {folder}/cache --load {tracker.parent}", more)
+    flags = (*data_flags(golden, folder), f"--load {tracker.parent}", more)
     if processes == 1:
         result = train(*flags, script=script, base=RECIPE)
     else:

@@ -68,6 +68,11 @@ def sequence_pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
     return pointers
 
 
+def index_size(sequences: int, boundaries: int, multimodal: bool) -> int:
+    """Bytes of an .idx: the header; of each sequence its length and its place, and with `multimodal` its mode; each document's boundary."""
+    return HEADER.size + 12 * sequences + 8 * boundaries + (sequences if multimodal else 0)
+
+
 def write_index(
     write: Callable[[Any], Any],
     dtype: Any,
@@ -127,7 +132,7 @@ class IndexFile:
             raise DatasetFileError(f"{path}: version {version}, only version {VERSION} is known")
         if code not in DTYPES:
             raise DatasetFileError(f"{path}: dtype code {code}, the known codes are 1 to {max(DTYPES)}")
-        expected = HEADER.size + 12 * sequences + 8 * boundaries + (sequences if multimodal else 0)
+        expected = index_size(sequences, boundaries, multimodal)
         if size < expected:
             content = f"{sequences} sequences and {boundaries} document boundaries"
             raise DatasetFileError(f"{path}: truncated at byte {size}, {content} take {expected}")

@@ -92,11 +92,11 @@ def load_pickle(file: Any) -> Any:
     return AllowListUnpickler(file).load()
 
 
-def load_torch(source: bytes | io.BytesIO | str) -> Any:
-    """What torch.save wrote, tensors on the CPU, by the allow-list."""
+def load_torch(source: bytes | io.BytesIO | str, mmap: bool = False) -> Any:
+    """What torch.save wrote, tensors on the CPU, by the allow-list. mmap: of a file, tensors' values are read when they are used."""
     if isinstance(source, bytes):
         source = io.BytesIO(source)
-    return torch.load(source, map_location="cpu", pickle_module=_PickleModule, weights_only=False)
+    return torch.load(source, map_location="cpu", pickle_module=_PickleModule, weights_only=False, mmap=mmap)
 
 
 def plain_namespace(values: dict[str, Any]) -> argparse.Namespace:

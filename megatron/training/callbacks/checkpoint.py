@@ -28,7 +28,7 @@ class SaveCheckpoints(Callback):
         keep_progress: bool = False,
     ) -> None:
         self.save = save
-        self.args = args  # stored in the checkpoint, not read
+        self.args = args  # stored in the checkpoint; of them ckpt_format is read
         self.interval = interval
         self.with_optimizer = with_optimizer
         self.with_rng = with_rng

@@ -341,6 +341,11 @@ def check_run(args: Args) -> Iterator[Problem]:
         value = getattr(args, dest)
         if value is not None and value is not False and not getattr(args, needs):
             yield problem(args, dest, f"needs {name_of(needs)}", f"{name_of(needs)} {'NAME' if needs == 'wandb_exp_name' else 'FOLDER'}")
+    if args.ckpt_format == "torch" and args.save:
+        experts_alike = args.expert_tensor_parallel_size in (None, args.tensor_model_parallel_size)
+        if args.num_experts and not experts_alike:
+            rule = f"does not write experts of --expert-tensor-parallel-size {args.expert_tensor_parallel_size}, other than the tensor size"
+            yield problem(args, "ckpt_format", rule, "torch_dist")
     if args.exit_signal_handler and args.exit_signal.name in ("SIGKILL", "SIGSTOP"):
         yield problem(args, "exit_signal", "cannot be caught by a process", "SIGTERM")
 

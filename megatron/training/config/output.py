@@ -31,13 +31,16 @@ class CheckpointFlags:
         "torch_dist",
         "Layout of the files.",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
-        built=("torch_dist",),
+        built=("torch_dist", "torch"),
+    )
+    auto_detect_ckpt_format: bool = flag(
+        False, "Read --load in whatever format it is, also where --ckpt-format is another: that one is written."
     )
     use_dist_ckpt_deprecated: bool = flag(
-        False, "The torch_dist format.", names=("--use-dist-ckpt",), no_effect="--ckpt-format has torch_dist alone"
+        False, "The torch_dist format.", names=("--use-dist-ckpt",), no_effect="--ckpt-format says the format"
     )
     dist_ckpt_format_deprecated: str | None = flag(
-        None, "Old name of --ckpt-format.", names=("--dist-ckpt-format",), no_effect="--ckpt-format has torch_dist alone"
+        None, "Old name of --ckpt-format.", names=("--dist-ckpt-format",), no_effect="--ckpt-format says the format"
     )
 
 

@@ -14,6 +14,7 @@ from megatron.core.datasets.preparation.interruption import check_stopped
 from megatron.core.datasets.preparation.pair_metadata import PairMetadata, get_meta_path, read_metadata
 from megatron.core.datasets.preparation.pair_writer import publish
 from megatron.core.datasets.preparation.safe_files import DamagedFileError, HashedFile, read_chunks
+from megatron.core.tokenizers.fingerprint import META_SUFFIX
 
 CHUNK = 1 << 20  # numbers
 
@@ -70,7 +71,7 @@ def merge(prefixes: list[str], output_prefix: str, multimodal: bool, say: Callab
         suffixes = (".bin", ".idx")
         if with_metadata:
             _merged_metadata(parts, counts, bin_file.record(), idx_record, say).write(get_meta_path(temporary))
-            suffixes = (".bin", ".meta.json", ".idx")  # type: ignore[assignment]
+            suffixes = (".bin", META_SUFFIX, ".idx")  # type: ignore[assignment]
         else:
             Path(get_meta_path(output_prefix)).unlink(missing_ok=True)  # of a pair that is replaced
         check_stopped()

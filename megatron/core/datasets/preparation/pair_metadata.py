@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron.core.datasets.preparation.safe_files import replace_file
+from megatron.core.tokenizers.fingerprint import META_SUFFIX
 
 FORMAT = 1
 
@@ -26,7 +27,7 @@ class MetadataError(ValueError):
 
 
 def get_meta_path(path_prefix: str) -> str:
-    return f"{path_prefix}.meta.json"
+    return path_prefix + META_SUFFIX
 
 
 @dataclass

@@ -34,9 +34,10 @@ from megatron.core.datasets.preparation.text_input import (
 from megatron.core.datasets.preparation.workers import encode_all
 from megatron.core.datasets.preparation.working_folder import ResumeError, State, WorkingFolder, plan_fingerprint
 from megatron.core.tokenizers import MegatronTokenizer, tokenizer_record
+from megatron.core.tokenizers.fingerprint import META_SUFFIX
 
 SHARD_BYTES = 64 << 20
-SUFFIXES = (".bin", ".meta.json", ".idx")
+SUFFIXES = (".bin", META_SUFFIX, ".idx")
 REFUSED = "rejected.txt"
 
 

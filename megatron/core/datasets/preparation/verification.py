@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import HEADER, IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path, index_size
 from megatron.core.datasets.preparation.interruption import check_stopped
 from megatron.core.datasets.preparation.pair_metadata import PairMetadata, get_meta_path, read_metadata
 from megatron.core.datasets.preparation.safe_files import CHUNK_BYTES, read_chunks, sha256_of
@@ -54,7 +54,7 @@ def verify(prefix: str, expected: Expected, multimodal: bool = False) -> Report:
 def _check_structure(dataset: IndexedDataset, report: Report) -> None:
     path, index = get_idx_path(dataset.path_prefix), dataset.index
     problems = len(report.problems)
-    size = HEADER.size + 12 * len(index) + 8 * len(index.document_indices) + (len(index) if index.sequence_modes is not None else 0)
+    size = index_size(len(index), len(index.document_indices), index.sequence_modes is not None)
     if os.path.getsize(path) > size:
         report.problems.append(f"{path}: {os.path.getsize(path) - size} bytes behind the end of its content")
     end = 0

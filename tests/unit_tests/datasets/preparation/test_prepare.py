@@ -442,7 +442,7 @@ def test_metadata_says_what_the_pair_is(tmp_path):
     run(tmp_path, write_texts(tmp_path / "in.jsonl", TEXTS), tokenizer_flags={"tokenizer_type": "Bytes", "vocab_size": 257})
     metadata = read_metadata(str(tmp_path / "out_text_document"))
     assert metadata is not None
-    assert metadata.tokenizer == {"type": "Bytes", "fingerprint": ByteTokenizer().fingerprint, "vocab_size": 257}
+    assert metadata.tokenizer == {"type": "ByteTokenizer", "fingerprint": ByteTokenizer().fingerprint, "vocab_size": 257}
     tokens = sum(len(text) + 1 for text in TEXTS if text)
     empty = TEXTS.count("")
     assert metadata.counts == {"documents": 60, "sequences": 60 - empty, "tokens": tokens, "empty_documents": empty}
