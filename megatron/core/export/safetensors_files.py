@@ -1,0 +1,157 @@
+"""Folders of safetensors files, read and written a tensor at a time.
+
+A file is 8 bytes (little endian) with the length of its header, the header, JSON of {name: {dtype, shape, data_offsets}}, and the tensors'
+bytes one behind the other. The header comes first, so that a writer which knows all shapes needs no more than one tensor in memory.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+
+from megatron.core.export.hf_configs import ConversionError
+from megatron.core.optional_imports import require
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, by name. Nothing is read before it is asked for."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._open = require("safetensors", "reading a Hugging Face model").safe_open
+        self._files: dict[str, Any] = {}
+        self.file_of = self._index()
+
+    def _index(self) -> dict[str, str]:
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConversionError(f"{index} is damaged: {type(error).__name__}: {error}") from None
+        if (self.folder / WEIGHTS).is_file():
+            return dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
+        other = sorted(path.name for path in self.folder.glob("*.bin"))
+        hint = f"; it has {other[0]}: load it in transformers and save_pretrained() writes safetensors" if other else ""
+        raise ConversionError(f"{self.folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            path = self.folder / name
+            if not path.is_file():
+                raise ConversionError(f"{path} is not there, but {INDEX} names it")
+            try:
+                self._files[name] = self._open(str(path), framework="pt")
+            except Exception as error:  # the package's own error class
+                raise ConversionError(f"{path} is damaged: {error}") from None
+        return self._files[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ConversionError for a type that weights do not have (of a quantized model)."""
+        found = self._slice(name).get_dtype()
+        if found not in DTYPES:
+            rule = f"weights are of {', '.join(DTYPES)}: save the model without quantization"
+            raise ConversionError(f"{self.folder}: {name} is of type {found}; {rule}")
+        return DTYPES[found]
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file(self.file_of[name]).get_slice(name)
+        except ConversionError:
+            raise
+        except Exception as error:
+            raise ConversionError(f"{self.folder / self.file_of[name]} lacks {name}, which {INDEX} says it has: {error}") from None
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._file(self.file_of[name]).get_tensor(name)
+
+
+class SafetensorsWriter:
+    """Writes tensors in the order in which they were announced, into files of at most `largest` bytes each (one tensor at least).
+
+    announced: name -> shape, all of `dtype`. Use as a context; a tensor that is left out is an AssertionError at its end.
+    """
+
+    def __init__(self, folder: Path, announced: Mapping[str, tuple[int, ...]], dtype: torch.dtype, largest: int) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.shapes = dict(announced)
+        self.files = self._divide(largest)
+        self._due = [(file, name) for file, names in self.files.items() for name in names]
+        self._next = 0
+        self._file: IO[bytes] | None = None
+
+    def _bytes(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * self.dtype.itemsize
+
+    def _divide(self, largest: int) -> dict[str, list[str]]:
+        groups: list[list[str]] = [[]]
+        held = 0
+        for name in self.shapes:
+            if groups[-1] and held + self._bytes(name) > largest:
+                groups.append([])
+                held = 0
+            groups[-1].append(name)
+            held += self._bytes(name)
+        if len(groups) == 1:
+            return {WEIGHTS: groups[0]}
+        return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": names for number, names in enumerate(groups, 1)}
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        file, due = self._due[self._next]
+        assert name == due and tuple(tensor.shape) == self.shapes[name] and tensor.dtype == self.dtype, (name, due, tensor.shape)
+        if name == self.files[file][0]:
+            self._start(file)
+        assert self._file is not None
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        self._file.write(flat.numpy().data)
+        self._next += 1
+
+    def _start(self, file: str) -> None:
+        self._finish_file()
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in self.files[file]:
+            end = offset + self._bytes(name)
+            header[name] = {"dtype": _NAMES[self.dtype], "shape": list(self.shapes[name]), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+        self._file = open(self.folder / file, "wb")  # noqa: SIM115  (closed by _finish_file)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def _finish_file(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._finish_file()
+        if kind is not None:
+            return
+        assert self._next == len(self._due), f"{self._due[self._next][1]} was announced and not written"
+        if len(self.files) > 1:
+            total = sum(map(self._bytes, self.shapes))
+            weight_map = {name: file for file, names in self.files.items() for name in names}
+            (self.folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def one_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The type of most precision among them."""
+    return max(set(dtypes), key=lambda dtype: (dtype.itemsize, dtype == torch.bfloat16))

