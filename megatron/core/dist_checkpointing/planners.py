@@ -118,12 +118,10 @@ class ShardedLoadPlanner(LoadPlanner):
         self.objects[read_item.dest_index.fqn].data = load_torch(value)[0]
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """A buffer of the read block's shape; `commit_tensor` copies it to where it belongs (the dtype may differ)."""
-        entry = self.metadata.state_dict_metadata[read_item.storage_index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        return torch.empty(tuple(read_item.lengths), dtype=entry.properties.dtype)
+        raise NotImplementedError("the reader hands tensors to commit_tensor itself")
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Copy a block to where it belongs; the dtype may differ."""
         for wanted in self.tensors[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]:
             assert wanted.data is not None
             # by indexing, not by view: of experts that tensor parallelism splits the data is a stretch of a middle dimension

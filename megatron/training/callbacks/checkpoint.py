@@ -4,11 +4,13 @@ import argparse
 from datetime import datetime
 from pathlib import Path
 
+from megatron.core.utils import get_world_rank
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.interval_log import IntervalLog
+from megatron.training.checkpoint_folders import remove_old
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.train_step import StepRecord, TrainingRun
-from megatron.training.training_log import is_last_rank
+from megatron.training.training_log import is_last_rank, print_rank_0
 
 PROGRESS_FILE = "progress.txt"
 
@@ -26,6 +28,8 @@ class SaveCheckpoints(Callback):
         with_rng: bool,
         log: IntervalLog,
         keep_progress: bool = False,
+        keep_last: int | None = None,
+        retain_interval: int | None = None,
     ) -> None:
         self.save = save
         self.args = args  # stored in the checkpoint, not read
@@ -34,6 +38,8 @@ class SaveCheckpoints(Callback):
         self.with_rng = with_rng
         self.log = log
         self.keep_progress = keep_progress
+        self.keep_last = keep_last
+        self.retain_interval = retain_interval
         self.saved_iteration: int | None = None
 
     def on_train_start(self, run: TrainingRun) -> None:
@@ -61,7 +67,14 @@ class SaveCheckpoints(Callback):
                 save_rng=self.with_rng,
             )
         self.saved_iteration = run.state.iteration
+        self._remove_old(run.state.iteration)
         self._note(run, "saved a checkpoint")
+
+    def _remove_old(self, latest: int) -> None:
+        """Once `latest` is complete. What cannot be removed costs space, not the run."""
+        if get_world_rank() == 0:
+            for problem in remove_old(Path(self.save), latest, self.keep_last, self.retain_interval):
+                print_rank_0(f"WARNING: {problem}")
 
     def _note(self, run: TrainingRun, event: str) -> None:
         """--log-progress: a line in progress.txt."""

@@ -332,6 +332,8 @@ def check_precision(args: Args) -> Iterator[Problem]:
 def check_run(args: Args) -> Iterator[Problem]:
     for dest, needs in (
         ("save_interval", "save"),
+        ("save_retain_interval", "save_interval"),
+        ("keep_last", "save"),
         ("log_progress", "save"),
         ("ckpt_step", "load"),
         ("use_checkpoint_args", "load"),
@@ -341,6 +343,9 @@ def check_run(args: Args) -> Iterator[Problem]:
         value = getattr(args, dest)
         if value is not None and value is not False and not getattr(args, needs):
             yield problem(args, dest, f"needs {name_of(needs)}", f"{name_of(needs)} {'NAME' if needs == 'wandb_exp_name' else 'FOLDER'}")
+    if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:
+        rule = f"must be a multiple of --save-interval {args.save_interval}: no checkpoint is at the others"
+        yield problem(args, "save_retain_interval", rule, args.save_interval * max(1, args.save_retain_interval // args.save_interval))
     if args.exit_signal_handler and args.exit_signal.name in ("SIGKILL", "SIGSTOP"):
         yield problem(args, "exit_signal", "cannot be caught by a process", "SIGTERM")
 

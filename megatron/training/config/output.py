@@ -18,6 +18,20 @@ class CheckpointFlags:
         minimum=1,
         names=("--save-interval", "--persistent-save-interval"),
     )
+    save_retain_interval: int | None = flag(
+        None,
+        "Remove older checkpoints from the --save folder but those of every so many iterations, a multiple of --save-interval. "
+        "Default: none.",
+        unit="iterations",
+        minimum=1,
+    )
+    keep_last: int | None = flag(
+        None,
+        "Remove older checkpoints from the --save folder but the last so many, those that --save-retain-interval keeps and those with a "
+        "file named keep. Default: none.",
+        minimum=1,
+        ours=True,
+    )
     load: str | None = flag(None, "Folder to go on from; an empty or missing one starts anew.")
     ckpt_step: int | None = flag(None, "Iteration to load. Default: the last one.", unit="iterations", minimum=0)
     finetune: bool = flag(False, "Load the weights alone, and start at iteration 0.")
