@@ -65,6 +65,7 @@ def build_callbacks(args: argparse.Namespace, validation: list[HeldOutSet], test
                 log=log,
                 keep_progress=args.log_progress,
                 keep_last=args.keep_last,
+                beside_training=args.async_save,
                 retain_interval=args.save_retain_interval,
             )
         )

@@ -171,7 +171,7 @@ def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> di
     return shards
 
 
-def _content_metadata(optimizer: Any | None) -> dict[str, Any]:
+def content_metadata(optimizer: Any | None) -> dict[str, Any]:
     found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer is not None and optimizer.state_kind != "plain":
         found["distrib_optim_sharding_type"] = optimizer.state_kind
@@ -207,45 +207,70 @@ def save_checkpoint(
     """
     with phase("saving a checkpoint", state.iteration):
         started = device.Stopwatch()
-        final = Path(get_checkpoint_name(save, state.iteration))
-        unfinished = final.with_name(final.name + checkpoint_folders.UNFINISHED)
-        failure: OSError | None = None
-        if get_world_rank() == 0:
-            try:
-                checkpoint_folders.start(final)
-            except OSError as error:
-                failure = error
-        _agree(failure)
-        contents: dict[str, Any] = {
-            "args": plain_namespace({**vars(args), **_position(state)}),
-            "checkpoint_version": CHECKPOINT_VERSION,
-            "iteration": state.iteration,
-            "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
-            **model_state(model),
-        }
-        if state.data_order is not None:
-            contents[DATA_ORDER] = state.data_order.state_dict(state.consumed_train_samples, state.consumed_valid_samples)
-        if optimizer is not None:
-            contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
-        if opt_param_scheduler is not None:
-            contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
-        if save_rng:
-            contents[RNG_KEY] = _rng_object([rng_state()])
+        final, unfinished = start_folder(save, state.iteration)
+        contents = contents_of(args, state, model, optimizer, opt_param_scheduler, save_rng=save_rng)
         try:
-            dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
+            dist_checkpointing.save(contents, unfinished, content_metadata=content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise
-        if get_world_rank() == 0:
-            try:
-                checkpoint_folders.publish(unfinished, final)
-            except OSError as error:
-                failure = error
-        _agree(failure)
+        publish_on_all(unfinished, final)
         seconds = started.elapsed()
         saved = f"successfully saved checkpoint from iteration {state.iteration:7d} to {save}"
         print_rank_0(f"  [{datetime.now()}] {saved} [ {seconds:.1f} s ]")
     return final
+
+
+def contents_of(
+    args: argparse.Namespace,
+    state: TrainState,
+    model: list[torch.nn.Module],
+    optimizer: Any | None,
+    opt_param_scheduler: Any | None,
+    *,
+    save_rng: bool = True,
+) -> dict[str, Any]:
+    """All that a checkpoint holds, as this rank has it. Every rank calls it."""
+    contents: dict[str, Any] = {
+        "args": plain_namespace({**vars(args), **_position(state)}),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": state.iteration,
+        "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
+        **model_state(model),
+    }
+    if state.data_order is not None:
+        contents[DATA_ORDER] = state.data_order.state_dict(state.consumed_train_samples, state.consumed_valid_samples)
+    if optimizer is not None:
+        contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
+    if opt_param_scheduler is not None:
+        contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    if save_rng:
+        contents[RNG_KEY] = _rng_object([rng_state()])
+    return contents
+
+
+def start_folder(save: str, iteration: int) -> tuple[Path, Path]:
+    """(the folder of a new checkpoint, the empty one that it is written into). Every rank calls it."""
+    final = Path(get_checkpoint_name(save, iteration))
+    failure: OSError | None = None
+    if get_world_rank() == 0:
+        try:
+            checkpoint_folders.start(final)
+        except OSError as error:
+            failure = error
+    _agree(failure)
+    return final, final.with_name(final.name + checkpoint_folders.UNFINISHED)
+
+
+def publish_on_all(unfinished: Path, final: Path) -> None:
+    """Give a written checkpoint its name, and the tracker its iteration. Every rank calls it."""
+    failure: OSError | None = None
+    if get_world_rank() == 0:
+        try:
+            checkpoint_folders.publish(unfinished, final)
+        except OSError as error:
+            failure = error
+    _agree(failure)
 
 
 def _position(state: TrainState) -> dict[str, Any]:

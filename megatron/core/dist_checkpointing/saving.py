@@ -73,8 +73,8 @@ def write_shards(folder: Path, name: str, items: list[WriteItem], resolve: Calla
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU in a storage of its own: torch.save writes whole storages."""
-    tensor = tensor.detach().cpu()
+    """The tensor on the CPU, its rows one after the other, in a storage of its own: torch.save writes whole storages."""
+    tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -334,6 +334,7 @@ def check_run(args: Args) -> Iterator[Problem]:
         ("save_interval", "save"),
         ("save_retain_interval", "save_interval"),
         ("keep_last", "save"),
+        ("async_save", "save"),
         ("log_progress", "save"),
         ("ckpt_step", "load"),
         ("use_checkpoint_args", "load"),
@@ -343,6 +344,8 @@ def check_run(args: Args) -> Iterator[Problem]:
         value = getattr(args, dest)
         if value is not None and value is not False and not getattr(args, needs):
             yield problem(args, dest, f"needs {name_of(needs)}", f"{name_of(needs)} {'NAME' if needs == 'wandb_exp_name' else 'FOLDER'}")
+    if args.async_save and args.ckpt_format != "torch_dist":
+        yield problem(args, "async_save", f"writes torch_dist, and --ckpt-format is {args.ckpt_format}", "--ckpt-format torch_dist")
     if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:
         rule = f"must be a multiple of --save-interval {args.save_interval}: no checkpoint is at the others"
         yield problem(args, "save_retain_interval", rule, args.save_interval * max(1, args.save_retain_interval // args.save_interval))

@@ -18,6 +18,10 @@ class CheckpointFlags:
         minimum=1,
         names=("--save-interval", "--persistent-save-interval"),
     )
+    async_save: bool = flag(False, "Copy the state to host memory, and write it in another process while training goes on.")
+    use_persistent_ckpt_worker: bool = flag(
+        False, "Keep the process that writes.", no_effect="--async-save has one process for all saves of a run"
+    )
     save_retain_interval: int | None = flag(
         None,
         "Remove older checkpoints from the --save folder but those of every so many iterations, a multiple of --save-interval. "
