@@ -3,14 +3,18 @@
 On disk (ours, nothing else reads it): `checksums.json` =
 {"algorithm": "crc32", "files": {name: {"bytes": size, "parts": [[start, crc], ...]}}, "own": crc of `files` as text}.
 Parts follow each other without a gap, the first from 0, the last to the end, so that a reader of one tensor checks that tensor alone.
+An item of three parts is a torch.save whose middle one is the tensor itself, row by row, in this byte order.
 Names are relative to the checkpoint's folder, `metadata.json` among them. A checkpoint without it (Megatron-LM's) is read unchecked.
 """
 
 import json
 import os
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,11 @@ class FileSum:
         ends = [start for start, _ in self.parts[1:]] + [self.size]
         for (start, crc), end in zip(self.parts, ends):  # a rank may have nothing to write: no parts
             yield start, end - start, crc
+
+
+@cache
+def _adder() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "checksums")
 
 
 class ChecksummedFile:
@@ -67,6 +76,22 @@ class ChecksummedFile:
             raise
         self.sum.size += len(view)
         return len(view)
+
+    def write_data(self, view: memoryview) -> int:
+        """Write much at once, as a part of its own, while another thread adds up its checksum. Returns the CRC-32."""
+        self.begin_part()
+        crc = _adder().submit(zlib.crc32, view)
+        try:
+            self._put(view)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            self._crc = crc.result()
+        self.sum.size += len(view)
+        written = self._crc
+        self.begin_part()
+        return written
 
     def _put(self, view: memoryview) -> None:
         self._file.write(view)
@@ -164,13 +189,24 @@ def check_sizes(folder: str | os.PathLike[str]) -> None:
             raise DamagedCheckpointError(f"{path} is damaged: it has {size} bytes, {expected.size} were written")
 
 
-def check_part(path: Path, start: int, data: Any, expected: dict[int, tuple[int, int]] | None) -> None:
-    """Raise DamagedCheckpointError unless `data`, read at `start`, is the part that was written. `expected`: start -> (length, CRC-32)."""
-    if expected is None or start not in expected:
-        return
-    length, crc = expected[start]
-    if len(data) != length or zlib.crc32(data) != crc:
-        raise DamagedCheckpointError(f"{path} is damaged: its {length} bytes at {start} are not those that were written")
+Parts = list[tuple[int, int, int]]  # (start, length, CRC-32) of each part of a file
+
+
+def parts_within(parts: Parts, start: int, length: int) -> Parts:
+    """The parts of a file that lie in a stretch of it."""
+    return [part for part in parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + length,))] if part[1]]
+
+
+def check_parts(path: Path, start: int, data: Any, parts: Parts) -> None:
+    """Raise DamagedCheckpointError unless `data`, read at `start`, are the parts that were written there."""
+    for begin, length, crc in parts:
+        check_part(path, begin, zlib.crc32(data[begin - start : begin - start + length]), (begin, length, crc))
+
+
+def check_part(path: Path, start: int, found: int, part: tuple[int, int, int]) -> None:
+    """Raise DamagedCheckpointError unless the checksum that was found is that of the part."""
+    if found != part[2]:
+        raise DamagedCheckpointError(f"{path} is damaged: its {part[1]} bytes at {start} are not those that were written")
 
 
 def damaged_files(folder: str | os.PathLike[str]) -> list[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.futures import Future
 from megatron.core.utils import get_world_rank, world_is_initialized
 
 from .errors import CheckpointError, DamagedCheckpointError
-from .integrity import check_part, read_checksums
+from .integrity import Parts, check_part, check_parts, parts_within, read_checksums
 from .mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -43,6 +44,7 @@ from .saving import METADATA_FILE, PendingSave
 
 COMMON_KEY = "common_state"
 READERS = 2  # threads
+IN_CACHE = 2**20  # bytes
 LARGEST_READ = 2**30  # bytes; Linux reads at most 2 GiB at a time
 MOST_LISTED = 8  # keys that an error message lists
 
@@ -53,9 +55,9 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         sums = read_checksums(self.path) or {}
-        self.parts = {name: {start: (length, crc) for start, length, crc in value.spans()} for name, value in sums.items()}
+        self.parts = {name: list(value.spans()) for name, value in sums.items()}
         data = path.read_bytes()
-        check_part(path, 0, data, self.parts.get(path.name))
+        check_parts(path, 0, data, self.parts.get(path.name, []))
         try:
             metadata = load_pickle(io.BytesIO(data))
         except Exception as error:  # what junk does to an unpickler has no common class
@@ -85,22 +87,46 @@ class _Reader(dcp.FileSystemReader):
         return done
 
     def _read_items(self, items: list[tuple[tuple[str, int, int], list[ReadItem]]], longest: int, planner: LoadPlanner) -> None:
-        if not items:
-            return
-        memory = memoryview(bytearray(longest))
+        memory = memoryview(bytearray(0))
         for (name, start, length), requests in items:
             path = Path(self.path) / name
+            parts = parts_within(self.parts.get(name, []), start, length)
             with open(path, "rb", buffering=0) as file:
-                file.seek(start)
+                if len(parts) == 3 and _read_in_place(file, path, parts, requests, planner):
+                    continue
+                if len(memory) < length:
+                    memory = memoryview(bytearray(longest))
                 data = memory[:length]
-                count = 0
-                while count < length and (read := file.readinto(data[count : count + LARGEST_READ])):
-                    count += read
-            check_part(path, start, data[:count], self.parts.get(name))
+                data = data[: _read(file, start, data)]
+            check_parts(path, start, data, parts)
             try:
-                _deliver(data[:count], requests, planner)
+                _deliver(data, requests, planner)
             except Exception as error:  # what junk does to the readers of zip files and pickles has no common class
                 raise DamagedCheckpointError(f"{path} is damaged: {length} bytes at {start} hold no tensor or object ({error})") from None
+
+
+def _read(file: io.FileIO, start: int, memory: memoryview) -> int:
+    """Fill `memory` from `start` on; the number of bytes that there were."""
+    file.seek(start)
+    count = 0
+    while count < len(memory) and (read := file.readinto(memory[count : count + LARGEST_READ])):
+        count += read
+    return count
+
+
+def _read_in_place(file: io.FileIO, path: Path, parts: Parts, requests: list[ReadItem], planner: LoadPlanner) -> bool:
+    """Read a whole tensor to where it belongs, if it is wanted whole and at one place. False when it is not: nothing is read then."""
+    start, length, _ = parts[1]
+    assert isinstance(planner, ShardedLoadPlanner)
+    target = planner.memory_of(requests[0]) if len(requests) == 1 else None
+    if target is None or target.numel() != length:
+        return False
+    memory, crc = target.numpy().data, 0
+    for place in range(0, length, IN_CACHE):  # the checksum finds in the cache what was just read
+        piece = memory[place : place + IN_CACHE]
+        crc = zlib.crc32(piece[: _read(file, start + place, piece)], crc)
+    check_part(path, start, crc, parts[1])
+    return True
 
 
 def _deliver(data: memoryview, requests: list[ReadItem], planner: LoadPlanner) -> None:

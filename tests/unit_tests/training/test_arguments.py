@@ -43,6 +43,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "the same with what comes later": (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--train-iters 10 --lr 3e-4 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer --use-distributed-optimizer --async-save "
+        "--save checkpoints --save-interval 5 "
         "--moe-latent-size 64 --moe-use-upcycling "
         "--deterministic-mode",
         ["--moe-latent-size", "--moe-use-upcycling"],
