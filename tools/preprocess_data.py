@@ -199,7 +199,7 @@ def parse_line(line: bytes, keys: list[str]) -> list[str]:
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         raise InputError(f"not a line of JSON: {error}") from None
     if not isinstance(record, dict):
-        raise InputError(f'a {type(record).__name__}, each line must be a JSON object such as {{"text": "..."}}')
+        raise InputError(f"a {type(record).__name__}, each line must be a JSON object such as {{\"text\": \"...\"}}")
     texts = []
     for key in keys:
         if key not in record:
