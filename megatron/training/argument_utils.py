@@ -88,13 +88,19 @@ def build_parser(extra_args_provider: Callable[[argparse.ArgumentParser], Any] |
     """The parser of all flags, and of those that `extra_args_provider(parser)` adds."""
     parser = Parser(description="Train a language model; flags as Megatron-LM's.", allow_abbrev=False, conflict_handler="resolve")
     for section in SECTIONS:
-        group = parser.add_argument_group((section.__doc__ or section.__name__).splitlines()[0])
-        for field in dataclasses.fields(section):
-            _add_flag(group, field)
+        add_section(parser, section)
     if extra_args_provider is not None:
         # returning the parser is the convention, forgetting to is common
         parser = extra_args_provider(parser) or parser
     return parser
+
+
+def add_section(parser: argparse.ArgumentParser, section: Any, names: Iterable[str] | None = None) -> None:
+    """Add the flags of one dataclass of SECTIONS, or those of its fields that `names` names, as a group."""
+    group = parser.add_argument_group((section.__doc__ or section.__name__).splitlines()[0])
+    for field in dataclasses.fields(section):
+        if names is None or field.name in names:
+            _add_flag(group, field)
 
 
 def _add_flag(group: Any, field: dataclasses.Field) -> None:
@@ -249,11 +255,13 @@ def example_value(action: argparse.Action) -> str:
 def unknown_flag(name: str, values: Sequence[str], known: Iterable[str]) -> Problem:
     """What to say of a flag that the parser does not have: removed, not supported yet, or the nearest one."""
     given = " ".join(values) or None
+    later = flag_aliases.not_supported_yet()
     if name in flag_aliases.RENAMED:
-        return Problem(name, given, f"is an old name; {flag_aliases.RENAMED[name]}")
+        advice = flag_aliases.RENAMED[name]
+        unbuilt = [word for word in re.findall(r"--[a-z0-9-]+", advice) if word in later]
+        return Problem(name, given, f"is an old name; {advice}" + (f" ({' and '.join(unbuilt)}: not supported yet)" if unbuilt else ""))
     if name in flag_aliases.REMOVED:
         return Problem(name, given, "was removed from Megatron-LM and has no effect there any more", "leave it out")
-    later = flag_aliases.not_supported_yet()
     if name in later:
         return Problem(name, given, "is a Megatron-LM flag that this version does not support yet", "leave it out")
     spelled = "--" + name.lstrip("-").replace("_", "-")

@@ -20,7 +20,7 @@ import os
 import shutil
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,48 @@ def sequence_pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
     return pointers
 
 
+def index_size(sequences: int, boundaries: int, multimodal: bool) -> int:
+    """Bytes of an .idx: the header; of each sequence its length and its place, and with `multimodal` its mode; each document's boundary."""
+    return HEADER.size + 12 * sequences + 8 * boundaries + (sequences if multimodal else 0)
+
+
+def write_index(
+    write: Callable[[Any], Any],
+    dtype: Any,
+    sequences: int,
+    documents: int,
+    lengths: Callable[[], Iterable[np.ndarray]],
+    boundaries: Iterable[np.ndarray],
+    modes: Iterable[np.ndarray] = (),
+) -> None:
+    """Write a .idx file piece by piece, in constant memory.
+
+    lengths     called twice: chunks of the `sequences` lengths, in tokens
+    boundaries  chunks of document_indices[1:], `documents` numbers
+    modes       chunks of the modes of a multimodal pair
+    """
+    itemsize = np.dtype(dtype).itemsize
+    write(HEADER.pack(MAGIC, VERSION, CODES[np.dtype(dtype)], sequences, documents + 1))
+    for chunk in lengths():
+        write(chunk.astype("<i4", copy=False).data)
+    offset, seen = 0, 0
+    for chunk in lengths():
+        if len(chunk):
+            pointers = sequence_pointers(chunk, itemsize) + offset
+            write(pointers.astype("<i8", copy=False).data)
+            offset = int(pointers[-1]) + int(chunk[-1]) * itemsize
+            seen += len(chunk)
+    assert seen == sequences
+    write(np.zeros(1, dtype="<i8").data)
+    last = 0
+    for chunk in boundaries:
+        write(chunk.astype("<i8", copy=False).data)
+        last, documents = int(chunk[-1]) if len(chunk) else last, documents - len(chunk)
+    assert documents == 0 and last == sequences
+    for chunk in modes:
+        write(chunk.astype("<i1", copy=False).data)
+
+
 class IndexFile:
     """A .idx file, mapped into memory and checked against its own header.
 
@@ -90,7 +132,7 @@ class IndexFile:
             raise DatasetFileError(f"{path}: version {version}, only version {VERSION} is known")
         if code not in DTYPES:
             raise DatasetFileError(f"{path}: dtype code {code}, the known codes are 1 to {max(DTYPES)}")
-        expected = HEADER.size + 12 * sequences + 8 * boundaries + (sequences if multimodal else 0)
+        expected = index_size(sequences, boundaries, multimodal)
         if size < expected:
             content = f"{sequences} sequences and {boundaries} document boundaries"
             raise DatasetFileError(f"{path}: truncated at byte {size}, {content} take {expected}")
@@ -304,12 +346,10 @@ class IndexedDatasetBuilder:
         temporary_idx = f"{idx_path}.{os.getpid()}.tmp"
         try:
             with open(temporary_idx, "wb") as file:
-                lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4", copy=False)
-                file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._boundaries)))
-                file.write(lengths.data)
-                file.write(sequence_pointers(lengths, self.dtype.itemsize).astype("<i8", copy=False).data)
-                file.write(np.frombuffer(self._boundaries, dtype=np.int64).astype("<i8", copy=False).data)
-                file.write(np.frombuffer(self._modes, dtype=np.int8).data)
+                lengths = np.frombuffer(self._lengths, dtype=np.intc)
+                boundaries = np.frombuffer(self._boundaries, dtype=np.int64)[1:]
+                modes = np.frombuffer(self._modes, dtype=np.int8)
+                write_index(file.write, self.dtype, len(lengths), len(boundaries), lambda: [lengths], [boundaries], [modes])
             Path(idx_path).unlink(missing_ok=True)  # an old index must never stand beside the new .bin
             os.replace(self._temporary_bin, self.bin_path)
             os.replace(temporary_idx, idx_path)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, put_off_weight_grads, write_weight_grad
-from megatron.core.transformer.moe.aux_loss import MoEAuxLossAutoScaler, balance_loss_scale
+from megatron.core.transformer.moe.aux_loss_scale import MoEAuxLossAutoScaler, balance_loss_scale
 from megatron.core.utils import Group, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 
 from .p2p_communication import P2PCommunicator

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.tokenizers.base import MegatronTokenizer
 
-SUFFIX = ".meta.json"
+META_SUFFIX = ".meta.json"
 
 
 class WrongTokenizerError(ValueError):
@@ -34,7 +34,7 @@ def check_fingerprint(prefixes: Iterable[str], tokenizer: MegatronTokenizer) -> 
 
 
 def _problem(prefix: str, tokenizer: MegatronTokenizer) -> str | None:
-    path = prefix + SUFFIX
+    path = prefix + META_SUFFIX
     if not os.path.isfile(path):
         return None
     try:

@@ -98,7 +98,7 @@ ANY_VALUE = (
     "masked_softmax_fusion",  # attention_backend chooses the kernel
     "persist_layer_norm",  # torch chooses the kernel
     "moe_per_layer_logging",  # the training loop's business
-    "moe_enable_deepep",  # goes with the dispatcher flex alone, which is refused
+    "moe_enable_deepep",  # flex is DeepEP's with it and without
     "moe_flex_dispatcher_backend",
 )
 

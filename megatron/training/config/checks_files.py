@@ -1,10 +1,10 @@
 """Files and packages that flags name: said when the command line is read, not when a loader first trips over them."""
 
 import os
-import re
 from collections.abc import Iterator
 
 from megatron.core import optional_imports
+from megatron.core.datasets.object_storage import is_remote
 from megatron.core.datasets.utils import get_blend_from_list, normalize, parse_and_normalize_split
 from megatron.core.tokenizers.build import TOKENIZER_TYPES, WITH_CHAT_TEMPLATE, WITH_EXTRA_IDS, WITH_SPECIAL_TOKENS
 from megatron.training import checkpoint_names
@@ -25,10 +25,6 @@ TOKENIZER_PACKAGES = {
     "SFTTokenizer": "transformers",
     "TikTokenizer": "tiktoken",
 }
-
-
-def is_remote(path: str) -> bool:
-    return re.match(r"[a-z0-9]+://", path) is not None
 
 
 def check_data_source(args: Args) -> Iterator[Problem]:
@@ -148,6 +144,10 @@ def check_packages(args: Args) -> Iterator[Problem]:
 
 
 def check_folders(args: Args) -> Iterator[Problem]:
+    for dest in ("save", "load"):
+        path = getattr(args, dest)
+        if path is not None and is_remote(path):
+            yield problem(args, dest, "checkpoints are read and written as files: object storage is not supported", "/a/mounted/folder")
     for dest in ("save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "object_storage_cache_path"):
         path = getattr(args, dest)
         if path is not None and not is_remote(path) and os.path.exists(path) and not os.path.isdir(path):

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from megatron.core import optional_imports
 from megatron.core.transformer.moe.settings import moe_problems
 from megatron.training.argument_utils import Problem
-from megatron.training.config.checks import FLAG_OF, Args, broken_rule, unbuilt_values
+from megatron.training.config.checks import FLAG_OF, Args, broken_rule, problem, unbuilt_values
 
 
 def check_experts(args: Args) -> Iterator[Problem]:
@@ -13,4 +14,10 @@ def check_experts(args: Args) -> Iterator[Problem]:
             yield broken_rule(args, broken)
 
 
-RULES = (check_experts,)
+def check_what_deepep_sends(args: Args) -> Iterator[Problem]:
+    flex = args.num_experts is not None and args.moe_token_dispatcher_type == "flex" and optional_imports.available("deep_ep")
+    if flex and args.expert_model_parallel_size > 1 and not args.bf16:
+        yield problem(args, "moe_token_dispatcher_type", "DeepEP sends tokens in bf16 alone; alltoall sends any", "--bf16")
+
+
+RULES = (check_experts, check_what_deepep_sends)

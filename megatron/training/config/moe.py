@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from megatron.core.transformer.moe.settings import (
     BALANCING_TYPES,
-    BUILT_DISPATCHER_TYPES,
     DISPATCHER_TYPES,
     DROP_POLICIES,
     SCORE_FUNCTIONS,
@@ -66,9 +65,9 @@ class MoEFlags:
     moe_pad_expert_input_to_capacity: bool = flag(False, "Experts' inputs all have their capacity's size.")
     moe_token_drop_policy: str = flag("probs", "What stays: the largest weights, or the first tokens.", choices=DROP_POLICIES)
     moe_token_dispatcher_type: str = flag(
-        "allgather", "How tokens reach the ranks of their experts.", choices=DISPATCHER_TYPES, built=BUILT_DISPATCHER_TYPES
+        "allgather", "How tokens reach the ranks of their experts; flex: by the package DeepEP.", choices=DISPATCHER_TYPES
     )
-    moe_enable_deepep: bool = flag(False, "DeepEP's kernels, with --moe-token-dispatcher-type flex.")
+    moe_enable_deepep: bool = flag(False, "Says that --moe-token-dispatcher-type flex is DeepEP's, as it is without too.")
     moe_flex_dispatcher_backend: str = flag(
         "deepep", "Backend of the flex dispatcher.", choices=("deepep", "hybridep", "ncclep"), built=("deepep",)
     )

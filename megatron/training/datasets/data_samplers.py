@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.datasets.packed_batch import UnpackingLoader
+from megatron.training.datasets.batch_message import UnpackingLoader
 
 DATALOADER_TYPES = ("single", "cyclic", "external")
 
@@ -121,10 +121,10 @@ class _OneLineErrors(torch.utils.data.Dataset):
 
 
 def _start_worker(_: int) -> None:
-    """Signals to a whole job are for the main process: it decides to save and stop. Its workers obey only its own SIGTERM."""
+    """Signals to a whole job are for the main process: it decides to save and stop. Its workers obey only its own SIGTERM, which a thread
+    waits for; it is blocked in all others, see `_Loader`."""
     gc.freeze()  # garbage of the parent's (a process group of an earlier run) would end here without its threads, which crashes
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_parent_asks, daemon=True).start()
 
 
@@ -132,6 +132,18 @@ def _end_when_parent_asks() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
+
+
+class _Loader(UnpackingLoader):
+    """Its processes are born with SIGTERM blocked: torch starts threads in them before any code of ours runs, and one that is open to a
+    signal from outside ends its process."""
+
+    def _get_iterator(self) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return super()._get_iterator()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def build_pretraining_data_loader(
@@ -165,7 +177,7 @@ def build_pretraining_data_loader(
         sampler = MegatronPretrainingRandomSampler(*position, seed=seed)
     else:
         raise ValueError(f"--dataloader-type {dataloader_type} is not one of {', '.join(DATALOADER_TYPES)}")
-    return UnpackingLoader(
+    return _Loader(
         _OneLineErrors(dataset),
         batch_sampler=sampler,
         micro_batch_size=micro_batch_size,

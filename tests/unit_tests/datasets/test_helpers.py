@@ -93,3 +93,10 @@ def test_the_seed_decides():
     first, again, other = (helpers.build_gpt_indices(lengths, documents, 100, 16, seed) for seed in (1, 1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again))
     assert not np.array_equal(first[0], other[0]) and not np.array_equal(first[2], other[2])
+
+
+def test_the_flags_threshold_of_a_last_epoch_is_the_librarys() -> None:
+    from megatron.core.datasets import helpers
+    from megatron.training.config import DataFlags
+
+    assert DataFlags.separate_last_epoch_below == helpers.SEPARATE_EPOCH_THRESHOLD

@@ -5,6 +5,8 @@ import gzip
 import itertools
 import json
 import os
+import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -55,7 +57,7 @@ def test_documents_in_order(tmp_path, eod):
     assert read(tmp_path, "title") == [[[i, *end]] for i in range(1000)]
     assert IndexedDataset(str(tmp_path / "out_text_document")).dtype == "uint16"
     assert "processed 1000 documents" in result.stderr and "MB/s" in result.stderr and "100 texts were empty" in result.stderr
-    assert len(outputs(tmp_path)) == 4
+    assert len(outputs(tmp_path)) == 6  # .bin, .idx and .meta.json of each
 
 
 def test_workers_batches_patterns_and_gzip_change_nothing(tmp_path, monkeypatch):
@@ -135,6 +137,10 @@ def test_a_broken_archive_is_named(tmp_path):
         (["--input", "{folder}/in.jsonl", "--json-keys", "a", "a"], "--json-keys a given twice"),
         (["--input", "{folder}/in.jsonl", "--output-prefix", "/no/such/folder/x"], "--output-prefix /no/such/folder/x"),
         (["--input", "{folder}/in.jsonl", "--tokenizer-type", "Other"], "--tokenizer-type"),
+        (["--input", "-", "-"], "standard input can be read only once"),
+        (["--input", "{folder}/in.jsonl", "--json-keys", "a/b"], "--json-keys a/b: the key is part of the output's name"),
+        (["--input", "{folder}/in.jsonl", "--shard-megabytes", "0"], "--shard-megabytes 0.0 must be above 0"),
+        (["--input", "{folder}/in.jsonl", "--workers-to-check", "0"], "--workers-to-check 0 must be at least 1"),
     ],
 )
 def test_usage_errors(tmp_path, arguments, message):
@@ -158,7 +164,7 @@ def endless(tmp_path):
                 time.sleep(0.05)
 
     threading.Thread(target=feed, daemon=True).start()
-    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("out*.tmp")))
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("out.partial/*.bin")))
     return process, children(process.pid)
 
 
@@ -198,6 +204,105 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, number):
     wait_for(lambda: not any(map(is_running, workers)))
 
 
+def big_source(tmp_path, lines):
+    """Lines of about 800 bytes that a worker has some work with."""
+    with open(tmp_path / "in.jsonl", "w") as file:
+        for i in range(lines):
+            file.write(json.dumps({"text": " ".join(str((i * j) % 1000) for j in range(200)), "title": str(i % 1000)}) + "\n")
+    return tmp_path / "in.jsonl"
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kills):
+    """SIGKILL at random moments of the real tool, until a resumed run is let live."""
+    source = big_source(tmp_path, 4000 if kills == 1 else 20_000)
+    (tmp_path / "unbroken").mkdir()
+    arguments = ["--input", source, "--json-keys", "text", "title", "--append-eod", "--shard-megabytes", "0.5"]
+    assert run(tmp_path / "unbroken", *arguments).returncode == 0
+    rng = random.Random(kills)
+    landed = 0
+    for attempt in range(kills):
+        command = [sys.executable, str(TOOL), "--output-prefix", str(tmp_path / "out"), *NULL, *map(str, arguments), "--resume"]
+        process = subprocess.Popen([*command, "--workers", str(1 + attempt % 3)], stderr=subprocess.PIPE, text=True)
+        state = tmp_path / "out.partial" / "state.json"
+        before = state.read_bytes() if state.exists() else b""
+        wait_for(lambda: process.poll() is not None or (state.exists() and state.read_bytes() != before))  # noqa: B023
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        process.communicate()
+        landed += process.returncode == -signal.SIGKILL
+        for path in tmp_path.glob("out_*.idx"):  # a final name is a whole file, also when the kill came between two of them
+            assert path.read_bytes() == (tmp_path / "unbroken" / path.name).read_bytes()
+            assert path.with_suffix(".bin").read_bytes() == (tmp_path / "unbroken" / path.name).with_suffix(".bin").read_bytes()
+        if process.returncode == 0:  # finished by itself: begin anew
+            for path in tmp_path.glob("out_*"):
+                path.unlink()
+    assert landed
+    result = run(tmp_path, *arguments, "--resume", "--workers", "3")
+    assert result.returncode == 0, result.stderr
+    for name in outputs(tmp_path / "unbroken"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+    assert outputs(tmp_path) == outputs(tmp_path / "unbroken")
+
+
+def test_every_way_in_gives_the_same_bytes(tmp_path):
+    zstandard = pytest.importorskip("zstandard", reason=".zst needs zstandard")
+    plain = write_lines(tmp_path / "in.jsonl", RECORDS).read_bytes()
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / "in.jsonl.zst").write_bytes(zstandard.compress(plain))
+    found = []
+    for number, source in enumerate(("in.jsonl", "in.jsonl.gz", "in.jsonl.zst", "-")):
+        command = [sys.executable, str(TOOL), "--input", source, "--output-prefix", f"o{number}", *NULL, "--workers", "2"]
+        subprocess.run(command, input=plain if source == "-" else b"", cwd=tmp_path, check=True, capture_output=True)
+        found.append([(tmp_path / f"o{number}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")])
+    assert found[1:] == found[:1] * 3
+
+
+def test_bad_records_are_skipped_counted_and_listed(tmp_path):
+    lines = [json.dumps(record) for record in RECORDS]
+    lines[500], lines[800] = '{"txt": "1"}', '{"text": "1 two"}'
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    result = run(tmp_path, "--input", tmp_path / "in.jsonl", "--on-bad-record", "skip")
+    assert result.returncode == 0 and f"skipped 2 records: see {tmp_path / 'out'}.rejected.txt" in result.stderr
+    assert len(read(tmp_path)) == 998
+    first, second = (tmp_path / "out.rejected.txt").read_text().splitlines()
+    assert "in.jsonl:501: has no key 'text'" in first and "in.jsonl:801: NullTokenizer takes whole numbers" in second
+
+
+def test_the_best_number_of_workers_is_looked_for_and_nothing_written(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", RECORDS)
+    arguments = ["--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "500"]
+    result = run(tmp_path, "--input", source, *arguments)
+    assert result.returncode == 0 and outputs(tmp_path) == [], result.stderr
+    assert "--workers 1: " in result.stderr and "--workers 2: " in result.stderr and "docs/s" in result.stderr
+    assert result.stdout in ("fastest: --workers 1\n", "fastest: --workers 2\n")
+
+
+def test_flags_are_those_of_the_reference():
+    """Names, types and defaults of the reference's tool; what is ours comes on top."""
+    table = TOOL.parents[2] / "shared" / "reference" / "flags_scripts.tsv"
+    if not table.exists():
+        pytest.skip("no table of the reference's flags beside the clone")
+    make_parser = runpy.run_path(str(TOOL))["make_parser"]
+    actions = {name: action for action in make_parser()._actions for name in action.option_strings}
+    for row in (line.split("\t") for line in table.read_text().splitlines()):
+        if row[0] == "tools/preprocess_data.py":
+            _, name, action, kind, default = row[:5]
+            ours = actions[name]
+            assert (ours.nargs == 0) == ("store_true" in action), name
+            assert (ours.type or str) is {"int": int}.get(kind, str) or "store_true" in action, name
+            assert repr(ours.default) == default if default else ours.default in (None, False), name
+
+
+def test_it_starts_quickly_and_without_the_trainers(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", RECORDS[:1])
+    program = f"import runpy, sys, time; sys.argv[1:] = {['--input', str(source), '--output-prefix', str(tmp_path / 'out'), *NULL]!r}; "
+    program += f"runpy.run_path({str(TOOL)!r}, run_name='__main__'); print(time.process_time(), 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    seconds, torch = result.stdout.split()
+    assert float(seconds) < 2 and torch == "False"
+
+
 def test_workers_do_not_outlive_a_killed_parent(tmp_path):
     process, workers = endless(tmp_path)
     process.kill()
@@ -235,8 +340,8 @@ def test_sentences_become_sequences(tmp_path, punkt, golden):
 def test_sentences_keep_their_white_space(punkt, monkeypatch):
     monkeypatch.setenv("NLTK_DATA", punkt["NLTK_DATA"])
     program = f"""
-import sys; sys.path.insert(0, {str(TOOL.parent)!r})
-from preprocess_data import sentence_splitter
+import sys; sys.path.insert(0, {str(TOOL.parent.parent)!r})
+from megatron.core.datasets.preparation.records import sentence_splitter
 text = " They came. They left.\\n\\nThen  nothing. "
 assert "".join(sentence_splitter("english", True)(text)) == text
 assert sentence_splitter("english", True)(text)[1] == "They left.\\n\\n"

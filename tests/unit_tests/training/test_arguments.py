@@ -123,6 +123,9 @@ BAD = [
     ("--ckpt-format torch", 1, ["--ckpt-format torch", "torch_dist"]),
     ("--metrics-file /tmp", 1, ["--metrics-file /tmp", "is a folder"]),
     ("--save /dev/null", 1, ["--save /dev/null", "folder"]),
+    ("--save s3://bucket/run", 1, ["--save s3://bucket/run", "object storage is not supported"]),
+    ("--load gs://bucket/run", 1, ["--load gs://bucket/run", "object storage is not supported"]),
+    ("--fp8-hybrid", 1, ["--fp8-hybrid", "use --fp8-format hybrid", "not supported yet"]),
     ("--exit-signal-handler --exit-signal SIGKILL", 1, ["--exit-signal SIGKILL", "SIGTERM"]),
     ("--exit-signal SIGFOO", 1, ["--exit-signal SIGFOO"]),
     ("--data-path a", 1, ["--data-path a", "--mock-data"]),
@@ -165,8 +168,11 @@ BAD_EXPERTS = [
     ("--num-experts 4 --moe-pad-expert-input-to-capacity", 1, ["needs --moe-expert-capacity-factor"]),
     ("--num-experts 4 --moe-shared-expert-gate", 1, ["needs --moe-shared-expert-intermediate-size"]),
     ("--num-experts 4 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap", 1, ["--moe-token-dispatcher-type alltoall"]),
-    ("--num-experts 4 --moe-enable-deepep", 1, ["--moe-enable-deepep", "flex, which is not built yet"]),
-    ("--num-experts 4 --moe-token-dispatcher-type flex", 1, ["flex is not built yet", "there are allgather, alltoall"]),
+    ("--num-experts 4 --moe-enable-deepep", 1, ["--moe-enable-deepep", "is for --moe-token-dispatcher-type flex", "works: leave it out"]),
+    ("--num-experts 4 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend deepep", 1,
+     ["needs the package deep_ep", "not installed", "works: --moe-token-dispatcher-type alltoall"]),
+    ("--num-experts 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep", 1,
+     ["ncclep is not built yet", "works: --moe-flex-dispatcher-backend deepep"]),
     ("--num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
      ["--expert-model-parallel-size 2", "needs --sequence-parallel"]),
     ("--num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 2, ["--expert-tensor-parallel-size 1", "without"]),
@@ -228,7 +234,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     there = optional_imports.available
-    monkeypatch.setattr(optional_imports, "available", lambda name: name != "wandb" and there(name))
+    monkeypatch.setattr(optional_imports, "available", lambda name: name not in ("wandb", "deep_ep") and there(name))
 
 
 def changed(flags: str) -> list[str]:
@@ -258,6 +264,20 @@ def test_each_rule_names_flag_value_and_remedy(flags: str, world: int, parts: li
     found = problems_of(changed(flags))
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found
+
+
+@pytest.mark.parametrize("more", ["", "--fp16", "--bf16"])
+def test_deepep_is_given_bf16_alone(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional_imports, "available", lambda name: name == "deep_ep")
+    line = [*TINY, *f"--num-experts 4 --moe-token-dispatcher-type flex {more}".split()]
+    assert checked(line).moe_token_dispatcher_type == "flex"  # one expert-parallel rank sends nothing
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line += ["--expert-model-parallel-size", "2"]
+    if more == "--bf16":
+        assert checked(line).bf16
+    else:
+        (found,) = problems_of(line)
+        assert found == "--moe-token-dispatcher-type flex: DeepEP sends tokens in bf16 alone; alltoall sends any (works: --bf16)"
 
 
 @pytest.mark.parametrize("flags, world, parts", BAD_LAYOUT, ids=[row[0] for row in BAD_LAYOUT])

@@ -1,17 +1,42 @@
 """Triton kernels. A module here imports Triton at its top, so it is imported only where `kernels_run_on` says so.
 
-Each kernel has its plain twin at the place that calls it.
+Each has a torch path beside it, at the place that calls it, which is its plain twin and what runs where Triton does not:
+
+    cross_entropy  tensor_parallel/cross_entropy.py       permute    transformer/moe/permutation.py
+    swiglu         fusions/fused_bias_swiglu.py           adam       optimizer/fused_optimizers.py
+    rope           fusions/fused_rope.py                  embedding  tensor_parallel/layers.py (F.embedding), weight_grad.py
+    norm           fusions/fused_layer_norm.py            probe      nobody: does Triton work here at all?
 """
+
+import logging
+from functools import cache
 
 import torch
 
 from megatron.core import device
 from megatron.core.optional_imports import available
 
+logger = logging.getLogger(__name__)
 # Kernels on the CPU, for tests: true only where TRITON_INTERPRET=1 was set before Triton was first imported.
 interpreted = False
 
 
 def kernels_run_on(tensor: torch.Tensor) -> bool:
-    """Whether Triton kernels take `tensor`: it is not empty, and on a GPU with Triton installed (or in Triton's interpreter)."""
-    return tensor.numel() > 0 and (device.on_accelerator(tensor) or interpreted) and available("triton")
+    """Whether Triton kernels take `tensor`: it is not empty, and on a GPU for which Triton compiles (or in Triton's interpreter)."""
+    if tensor.numel() == 0 or not available("triton"):
+        return False
+    return compiles() if device.on_accelerator(tensor) else interpreted
+
+
+@cache
+def compiles() -> bool:
+    """Whether Triton can make a kernel for this process's device: found out once, said once where it cannot."""
+    try:
+        from megatron.core.fusions.kernels.probe import probe
+
+        probe()
+    except Exception as error:  # whatever a compiler that is missing or wrong makes of it
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.warning("Triton's kernels do not run here (%s): going on with torch's operations, which are slower", reason)
+        return False
+    return True

@@ -32,7 +32,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    x, grad, weight, mean, rstd, grad_x, weight_sums, bias_sums, rows, columns, stride, grad_stride, rows_each,
+    x, grad, weight, mean, rstd, grad_x, sums, rows, columns, stride, grad_stride, rows_each,
     OFFSET: tl.constexpr, RMS: tl.constexpr, WITH_BIAS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -58,9 +58,9 @@ def _backward(
         if not RMS:
             dx -= tl.sum(dy, axis=0) / columns
         tl.store(grad_x + row * columns + column, (dx * scale).to(grad_x.dtype.element_ty), mask=there)
-    tl.store(weight_sums + program * columns + column, weight_sum, mask=inside)
+    tl.store(sums + program * columns + column, weight_sum, mask=inside)
     if WITH_BIAS:
-        tl.store(bias_sums + program * columns + column, bias_sum, mask=inside)
+        tl.store(sums + (tl.num_programs(0) + program) * columns + column, bias_sum, mask=inside)
 
 
 class _Norm(torch.autograd.Function):
@@ -94,14 +94,13 @@ class _Norm(torch.autograd.Function):
         grad_x = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         each = triton.cdiv(count, MOST_PROGRAMS)
         programs = triton.cdiv(count, each)
-        weight_sums = torch.empty(programs, columns, dtype=rstd.dtype, device=rows.device)
-        bias_sums = torch.empty_like(weight_sums) if with_bias else weight_sums
+        sums = torch.empty(2 if with_bias else 1, programs, columns, dtype=rstd.dtype, device=rows.device)
         _backward[(programs,)](
-            rows, grad, weight, mean, rstd, grad_x, weight_sums, bias_sums, count, columns, rows.stride(0), grad.stride(0), each,
+            rows, grad, weight, mean, rstd, grad_x, sums, count, columns, rows.stride(0), grad.stride(0), each,
             OFFSET=offset, RMS=rms, WITH_BIAS=with_bias, **settings,
         )  # fmt: skip
-        grad_bias = bias_sums.sum(dim=0).to(weight.dtype) if with_bias else None
-        return grad_x.view(shape), weight_sums.sum(dim=0).to(weight.dtype), grad_bias, None, None, None
+        totals = sums.sum(dim=1).to(weight.dtype)  # of the weight, and of the bias
+        return grad_x.view(shape), totals[0], totals[1] if with_bias else None, None, None, None
 
 
 def _settings(rows: torch.Tensor) -> dict[str, Any]:

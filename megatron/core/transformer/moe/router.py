@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.param_sharding import declare, replicated
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import routing
-from megatron.core.transformer.moe.aux_loss import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.aux_loss_scale import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.settings import balance_coefficients, balances_by
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import Group, get_pg_rank, get_pg_size

@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.core import optional_imports
 from megatron.core.broken_rule import BrokenRule
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 BALANCING_TYPES = (*BALANCE_LOSSES, "sinkhorn", "none")
-DISPATCHER_TYPES = ("allgather", "alltoall", "flex")  # Megatron's names, built or not
-BUILT_DISPATCHER_TYPES = ("allgather", "alltoall")
+DISPATCHER_TYPES = ("allgather", "alltoall", "flex")
 DROP_POLICIES = ("probs", "position")
-NO_FLEX = "is not built yet; alltoall computes the same"
 
 
 def layer_freq_problem(freq: int | Sequence[int], num_layers: int | None) -> str | None:
@@ -130,8 +129,8 @@ def _dispatch_problems(settings: Any) -> Iterator[BrokenRule]:
         yield BrokenRule("moe_expert_capacity_factor", "must be more than 0", 1.25)
     if settings.moe_pad_expert_input_to_capacity and factor is None:
         yield BrokenRule("moe_pad_expert_input_to_capacity", "needs moe_expert_capacity_factor")
-    elif settings.moe_pad_expert_input_to_capacity and dispatcher == "allgather":
-        yield BrokenRule("moe_token_dispatcher_type", "allgather does not pad experts' input to their capacity", "alltoall")
+    elif settings.moe_pad_expert_input_to_capacity and dispatcher in ("allgather", "flex"):
+        yield BrokenRule("moe_token_dispatcher_type", f"{dispatcher} does not pad experts' input to their capacity", "alltoall")
     shared = settings.moe_shared_expert_intermediate_size
     for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
         if getattr(settings, name) and not shared:
@@ -139,11 +138,13 @@ def _dispatch_problems(settings: Any) -> Iterator[BrokenRule]:
     if settings.moe_shared_expert_overlap and dispatcher != "alltoall":
         yield BrokenRule("moe_shared_expert_overlap", "needs moe_token_dispatcher_type alltoall: it computes beside the all-to-all")
     if settings.moe_enable_deepep and dispatcher != "flex":
-        yield BrokenRule("moe_enable_deepep", "is for the dispatcher flex, which is not built yet")
-    if dispatcher == "flex":
-        yield BrokenRule("moe_token_dispatcher_type", NO_FLEX, "alltoall")
+        yield BrokenRule("moe_enable_deepep", "is for moe_token_dispatcher_type flex")
     if dispatcher == "flex" and settings.moe_flex_dispatcher_backend != "deepep":
         yield BrokenRule("moe_flex_dispatcher_backend", "is not built yet", "deepep")
+    elif dispatcher == "flex" and not optional_imports.available("deep_ep"):
+        how = optional_imports.INSTALL_COMMAND["deep_ep"]
+        rule = f"needs the package deep_ep (DeepEP), which is not installed ({how}); alltoall computes the same without it"
+        yield BrokenRule("moe_token_dispatcher_type", rule, "alltoall")
 
 
 def _layout_problems(settings: Any) -> Iterator[BrokenRule]:

@@ -28,7 +28,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.permutation import RowMap, make_row_map, permute, reorder, take_probs, transposed_chunks, unpermute
 from megatron.core.transformer.moe.routing import capacity_of
-from megatron.core.transformer.moe.settings import NO_FLEX
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import Group, get_pg_rank, get_pg_size
 
@@ -285,13 +284,16 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return min(tokens, etp * capacity_of(whole, self.topk, self.num_experts, config.moe_expert_capacity_factor))
 
 
+# flex stands in a file of its own
 DISPATCHERS = {"allgather": MoEAllGatherTokenDispatcher, "alltoall": MoEAlltoAllTokenDispatcher}
 
 
 def build_dispatcher(
     num_local_experts: int, local_expert_indices: list[int], config: TransformerConfig, pg_collection: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """The dispatcher that config.moe_token_dispatcher_type names. Raises ValueError for flex, which is not built yet."""
+    """The dispatcher that config.moe_token_dispatcher_type names. Raises ValueError for flex without DeepEP."""
     if config.moe_token_dispatcher_type == "flex":
-        raise ValueError(f"moe_token_dispatcher_type flex {NO_FLEX}")
+        from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher  # it derives from a class of this file
+
+        return MoEFlexTokenDispatcher(num_local_experts, local_expert_indices, config, pg_collection)
     return DISPATCHERS[config.moe_token_dispatcher_type](num_local_experts, local_expert_indices, config, pg_collection)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.transformer.moe import routing
-from megatron.core.transformer.moe.aux_loss import MoEAuxLossAutoScaler, balance_loss_scale
+from megatron.core.transformer.moe.aux_loss_scale import MoEAuxLossAutoScaler, balance_loss_scale
 from megatron.core.transformer.moe.settings import moe_layer_pattern
 from megatron.training.config.converters import moe_freq_type
 from tests.unit_tests.transformer.moe.moe_layers import EXPERTS, HIDDEN, moe_config, moe_layer, router, tokens

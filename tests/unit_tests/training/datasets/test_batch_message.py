@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from megatron.training.datasets import packed_batch
+from megatron.training.datasets import batch_message
+from megatron.training.datasets.batch_message import PackedBatch, collate
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
-from megatron.training.datasets.packed_batch import PackedBatch, collate
 
 DTYPES = st.sampled_from([torch.int64, torch.int32, torch.float32, torch.float64, torch.bool, torch.uint8])
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -23,7 +23,7 @@ def test_any_dict_of_tensors_comes_out_as_it_was(fields, count, top):
         {name: (-torch.randint(0, top, shape, generator=random)).to(dtype) for name, (dtype, shape) in fields.items()} for _ in range(count)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_batch, "get_worker_info", lambda: "a worker")
+        patch.setattr(batch_message, "get_worker_info", lambda: "a worker")
         batch = collate(samples, 2)
     assert isinstance(batch, PackedBatch)
     expected = default_collate(samples)
@@ -32,7 +32,7 @@ def test_any_dict_of_tensors_comes_out_as_it_was(fields, count, top):
 
 
 def test_what_is_the_same_in_all_samples_travels_once(monkeypatch):
-    monkeypatch.setattr(packed_batch, "get_worker_info", lambda: "a worker")
+    monkeypatch.setattr(batch_message, "get_worker_info", lambda: "a worker")
     samples = [{"tokens": torch.full((1000,), i), "positions": torch.arange(1000), "mask": torch.ones(1000)} for i in range(8)]
     batch = collate(samples, 8)
     assert isinstance(batch, PackedBatch)
