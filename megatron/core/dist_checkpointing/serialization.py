@@ -44,7 +44,7 @@ from .saving import METADATA_FILE, PendingSave
 
 COMMON_KEY = "common_state"
 READERS = 2  # threads
-IN_CACHE = 2**20  # bytes
+IN_CACHE = 2**20  # bytes that are read at a time
 LARGEST_READ = 2**30  # bytes; Linux reads at most 2 GiB at a time
 MOST_LISTED = 8  # keys that an error message lists
 
@@ -92,6 +92,7 @@ class _Reader(dcp.FileSystemReader):
             path = Path(self.path) / name
             parts = parts_within(self.parts.get(name, []), start, length)
             with open(path, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)  # all of it is under way when the first is there
                 if len(parts) == 3 and _read_in_place(file, path, parts, requests, planner):
                     continue
                 if len(memory) < length:
