@@ -12,9 +12,7 @@ import os
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from .errors import DamagedCheckpointError
 
 CHECKSUMS_FILE = "checksums.json"
 CHUNK = 4 * 2**20  # bytes read at a time
+IN_CACHE = 2**20  # bytes written at a time
 
 
 @dataclass
@@ -38,11 +37,6 @@ class FileSum:
             yield start, end - start, crc
 
 
-@cache
-def _adder() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "checksums")
-
-
 class ChecksummedFile:
     """A file open for writing that keeps the checksums of what is written. `sync` before `close` puts it on the disk.
 
@@ -53,7 +47,7 @@ class ChecksummedFile:
         self.sum = FileSum()
         self.failure: OSError | None = None
         self._crc = 0
-        self._file = open(path, "wb", buffering=CHUNK)  # noqa: SIM115  (closed by close)
+        self._file = open(path, "wb", buffering=2**17)  # noqa: SIM115  (closed by close)
 
     def begin_part(self) -> int:
         """What follows is a part of its own. Returns where it begins."""
@@ -78,16 +72,19 @@ class ChecksummedFile:
         return len(view)
 
     def write_data(self, view: memoryview) -> int:
-        """Write much at once, as a part of its own, while another thread adds up its checksum. Returns the CRC-32."""
+        """Write much at once, as a part of its own. Returns the CRC-32.
+
+        In pieces that are still in the cache when they are written; a thread to add them up would be waited for at every tensor.
+        """
         self.begin_part()
-        crc = _adder().submit(zlib.crc32, view)
         try:
-            self._put(view)
+            for start in range(0, len(view), IN_CACHE):
+                piece = view[start : start + IN_CACHE]
+                self._crc = zlib.crc32(piece, self._crc)
+                self._put(piece)
         except OSError as error:
             self.failure = self.failure or error
             raise
-        finally:
-            self._crc = crc.result()
         self.sum.size += len(view)
         written = self._crc
         self.begin_part()
