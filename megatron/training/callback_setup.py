@@ -64,6 +64,9 @@ def build_callbacks(args: argparse.Namespace, validation: list[HeldOutSet], test
                 with_rng=not args.no_save_rng,
                 log=log,
                 keep_progress=args.log_progress,
+                keep_last=args.keep_last,
+                beside_training=args.async_save,
+                retain_interval=args.save_retain_interval,
             )
         )
     if args.profile and args.rank in (args.profile_ranks or [0]):

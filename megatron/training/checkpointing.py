@@ -21,14 +21,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
+from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, ShardedObject
+from megatron.core.dist_checkpointing.integrity import check_sizes
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
-from megatron.training import legacy_checkpoint_writer
+from megatron.training import checkpoint_folders, legacy_checkpoint_writer
 from megatron.training.argument_utils import all_fields
 from megatron.training.checkpoint_formats import StoredCheckpoint, open_checkpoint
 from megatron.training.checkpoint_names import (
@@ -51,21 +52,11 @@ RNG_KEY = "rng_state"
 DATA_ORDER = "data_order"  # ours: see data_order.py; a checkpoint without it (Megatron-LM's) takes its samples by the sizes of this run
 # kind of optimizer state -> name of the main parameters in it
 MAIN_PARAM = {"plain": "fp32_param", "fully_reshardable": "param"}
-UNFINISHED = ".unfinished"  # suffix of a folder that is being written
 
 
 def _barrier() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + UNFINISHED)
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def prepare_folder(save: str) -> None:
@@ -181,7 +172,7 @@ def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> di
     return shards
 
 
-def _content_metadata(optimizer: Any | None) -> dict[str, Any]:
+def content_metadata(optimizer: Any | None) -> dict[str, Any]:
     found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer is not None and optimizer.state_kind != "plain":
         found["distrib_optim_sharding_type"] = optimizer.state_kind
@@ -217,51 +208,73 @@ def save_checkpoint(
     """
     with phase("saving a checkpoint", state.iteration):
         started = device.Stopwatch()
-        final = Path(get_checkpoint_name(save, state.iteration))
-        unfinished = final.with_name(final.name + UNFINISHED)
-        failure: OSError | None = None
-        if get_world_rank() == 0:
-            try:
-                final.parent.mkdir(parents=True, exist_ok=True)
-                for leftover in final.parent.glob(f"iter_*{UNFINISHED}"):  # of a run that was killed while it saved
-                    shutil.rmtree(leftover, ignore_errors=True)
-                unfinished.mkdir()
-            except OSError as error:
-                failure = error
-        _agree(failure)
-        contents: dict[str, Any] = {
-            "args": plain_namespace({**vars(args), **_position(state)}),
-            "checkpoint_version": CHECKPOINT_VERSION,
-            "iteration": state.iteration,
-            "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
-            **model_state(model),
-        }
-        if state.data_order is not None:
-            contents[DATA_ORDER] = state.data_order.state_dict(state.consumed_train_samples, state.consumed_valid_samples)
-        if optimizer is not None:
-            contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
-        if opt_param_scheduler is not None:
-            contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
-        if save_rng:
-            contents[RNG_KEY] = _rng_object([rng_state()])
+        final, unfinished = start_folder(save, state.iteration)
+        contents = contents_of(args, state, model, optimizer, opt_param_scheduler, save_rng=save_rng)
         try:
             if args.ckpt_format == "torch":
                 legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
             else:
-                dist_checkpointing.save(contents, unfinished, content_metadata=_content_metadata(optimizer))
+                dist_checkpointing.save(contents, unfinished, content_metadata=content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise
-        if get_world_rank() == 0:
-            try:
-                _publish(unfinished, final)
-            except OSError as error:
-                failure = error
-        _agree(failure)
+        publish_on_all(unfinished, final)
         seconds = started.elapsed()
         saved = f"successfully saved checkpoint from iteration {state.iteration:7d} to {save}"
         print_rank_0(f"  [{datetime.now()}] {saved} [ {seconds:.1f} s ]")
     return final
+
+
+def contents_of(
+    args: argparse.Namespace,
+    state: TrainState,
+    model: list[torch.nn.Module],
+    optimizer: Any | None,
+    opt_param_scheduler: Any | None,
+    *,
+    save_rng: bool = True,
+) -> dict[str, Any]:
+    """All that a checkpoint holds, as this rank has it. Every rank calls it."""
+    contents: dict[str, Any] = {
+        "args": plain_namespace({**vars(args), **_position(state)}),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": state.iteration,
+        "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
+        **model_state(model),
+    }
+    if state.data_order is not None:
+        contents[DATA_ORDER] = state.data_order.state_dict(state.consumed_train_samples, state.consumed_valid_samples)
+    if optimizer is not None:
+        contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
+    if opt_param_scheduler is not None:
+        contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    if save_rng:
+        contents[RNG_KEY] = _rng_object([rng_state()])
+    return contents
+
+
+def start_folder(save: str, iteration: int) -> tuple[Path, Path]:
+    """(the folder of a new checkpoint, the empty one that it is written into). Every rank calls it."""
+    final = Path(get_checkpoint_name(save, iteration))
+    failure: OSError | None = None
+    if get_world_rank() == 0:
+        try:
+            checkpoint_folders.start(final)
+        except OSError as error:
+            failure = error
+    _agree(failure)
+    return final, final.with_name(final.name + checkpoint_folders.UNFINISHED)
+
+
+def publish_on_all(unfinished: Path, final: Path) -> None:
+    """Give a written checkpoint its name, and the tracker its iteration. Every rank calls it."""
+    failure: OSError | None = None
+    if get_world_rank() == 0:
+        try:
+            checkpoint_folders.publish(unfinished, final)
+        except OSError as error:
+            failure = error
+    _agree(failure)
 
 
 def _position(state: TrainState) -> dict[str, Any]:
@@ -270,28 +283,15 @@ def _position(state: TrainState) -> dict[str, Any]:
     return {item.name: getattr(state, item.name) for item in fields(state) if item.name not in elsewhere}
 
 
-def _agree(failure: OSError | None) -> None:
+def _agree(failure: Exception | None) -> None:
     """Raise on every rank what failed on rank 0, so that none waits for it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        box = [failure]
+        box: list[Any] = [failure]
         dist.broadcast_object_list(box, src=0)
         failure = box[0]
     if failure is not None:
         failure.failed_rank = 0  # type: ignore[attr-defined]
         raise failure
-
-
-def _publish(unfinished: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, then point the tracker at it."""
-    replaced = None
-    if final.exists():  # the same iteration again: the old one makes way only now
-        replaced = final.with_name(final.name + ".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-    os.rename(unfinished, final)
-    _write_atomically(final.parent / TRACKER, str(iteration_of(final)))
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 # --- loading ---
@@ -303,7 +303,7 @@ def find_checkpoint(load: str, step: int | None = None) -> Path | None:
     Raises CheckpointError when one is named and its folder is not there.
     """
     if step is not None:
-        folder = Path(get_checkpoint_name(load, step))
+        folder = checkpoint_folders.where_it_stands(Path(get_checkpoint_name(load, step)))
         if not folder.is_dir():
             raise CheckpointError(f"--ckpt-step {step}: {folder} does not exist; there are {_known(load) or 'no checkpoints'}")
         return folder
@@ -311,7 +311,7 @@ def find_checkpoint(load: str, step: int | None = None) -> Path | None:
     if not tracker.exists():
         return None
     iteration, release = read_metadata(str(tracker))
-    folder = Path(get_checkpoint_name(load, iteration, release))
+    folder = checkpoint_folders.where_it_stands(Path(get_checkpoint_name(load, iteration, release)))
     if not folder.is_dir():
         raise CheckpointError(f"{tracker} names {folder.name}, which is not there; there are {_known(load) or 'no checkpoints'}")
     return folder
@@ -365,7 +365,28 @@ def load_checkpoint(
             print_rank_0(f"WARNING: no checkpoint in {load}: training starts from random weights")
         return TrainState()
     with phase("loading a checkpoint"):
-        return _restore(folder, args, model, optimizer, opt_param_scheduler)
+        try:
+            _check_sizes(folder)
+            return _restore(folder, args, model, optimizer, opt_param_scheduler)
+        except DamagedCheckpointError as error:
+            raise CheckpointError(f"{error}. {_others(folder)}") from None
+
+
+def _check_sizes(folder: Path) -> None:
+    """A missing or cut off file is an error before anything is read; rank 0 looks, for all."""
+    failure: Exception | None = None
+    if get_world_rank() == 0:
+        try:
+            check_sizes(folder)
+        except (CheckpointError, OSError) as error:
+            failure = error
+    _agree(failure)
+
+
+def _others(folder: Path) -> str:
+    """What to load in place of a damaged checkpoint, in words."""
+    others = [number for number in checkpoint_folders.complete_iterations(folder.parent) if number != iteration_of(folder)]
+    return f"--ckpt-step {others[-1]} loads another one" if others else f"No other checkpoint is in {folder.parent}"
 
 
 def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any | None, scheduler: Any | None) -> TrainState:
@@ -412,6 +433,8 @@ def _load_matching(wanted: dict[str, Any], checkpoint: StoredCheckpoint, folder:
     flags = "".join(f"\n  {text}" for text in differences)
     try:
         loaded = checkpoint.load(wanted)
+    except DamagedCheckpointError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}{flags}") from None
     if differences:

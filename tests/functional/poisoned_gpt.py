@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing import saving
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -43,7 +43,7 @@ def poison_later(poison: str | None, data_iterator: Any) -> None:
     if poison == "optimizer":
         MegatronOptimizer.step = fail
     if poison == "save":
-        FileSystemWriter.write_data = fail
+        saving.write_shards = fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core import dist_checkpointing
-from megatron.training import checkpointing
+from megatron.core.dist_checkpointing import saving
 from tests.functional.runner import (
     Processes,
     assert_equal_tensors,
@@ -47,7 +47,7 @@ def test_the_folder_has_the_layout_of_torch_dist(saved: Path) -> None:
     }
     last = saved / "iter_0000004"
     assert json.loads((last / "metadata.json").read_text()) == {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    assert {path.name for path in last.iterdir()} == {".metadata", "metadata.json", "__0_0.distcp"}
+    assert {path.name for path in last.iterdir()} == {".metadata", "metadata.json", "checksums.json", "__0_0.distcp"}
     common = dist_checkpointing.load_common_state_dict(last)
     assert {"args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata"} <= common.keys()
     assert common["iteration"] == 4 and common["args"].consumed_train_samples == 16
@@ -109,11 +109,11 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert train(*on(corpus), f"--train-iters 2 --lr-decay-iters 4 --save {tmp_path}").code == 0
     before = checkpoint_tensors(tmp_path, 2)
     if where == "shards":
-        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", Full(0))
+        monkeypatch.setattr(saving.ChecksummedFile, "write", Full(0))
     elif where == "index":
         monkeypatch.setattr(dcp.FileSystemWriter, "finish", Full(0))
     else:
-        monkeypatch.setattr(checkpointing.os, "replace", Full(0))
+        monkeypatch.setattr(os, "replace", Full(0))
     result = train(*on(corpus), f"--train-iters 4 --lr-decay-iters 4 --save {tmp_path} --load {tmp_path}")
     monkeypatch.undo()
     assert result.code == 1 and "Traceback" not in result.err
@@ -172,7 +172,11 @@ def test_a_damaged_checkpoint_is_named(corpus: Path, tmp_path: Path) -> None:
     data = next((tmp_path / "iter_0000004").glob("*.distcp"))
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 2])
-    assert str(tmp_path / "iter_0000004") in only_error(train(*on(corpus, flags)))
+    for damaged in (whole[: len(whole) // 2], whole[:-200] + bytes(100) + whole[-100:]):  # of another size, of other contents
+        data.write_bytes(damaged)
+        text = only_error(train(*on(corpus, flags)))
+        assert f"{data} is damaged" in text and "--ckpt-step 2 loads another one" in text
+        assert train(*on(corpus, flags, "--ckpt-step 2")).column("iteration") == [3, 4, 5, 6]
     data.write_bytes(whole)
     (tmp_path / "iter_0000004" / "metadata.json").unlink()
     assert "metadata.json" in only_error(train(*on(corpus, flags)))
@@ -181,6 +185,32 @@ def test_a_damaged_checkpoint_is_named(corpus: Path, tmp_path: Path) -> None:
     assert "iter_0000077" in text and "iter_0000002, iter_0000004" in text
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
     assert "'soon'" in only_error(train(*on(corpus, flags)))
+
+
+def test_retention_in_a_run(corpus: Path, tmp_path: Path) -> None:
+    """The last two, multiples of 3, one that was marked in between; a checkpoint loaded from elsewhere is not touched."""
+    assert train(*on(corpus), f"--train-iters 8 --exit-interval 1 --save {tmp_path}/first").code == 0
+    flags = f"--train-iters 8 --save-interval 1 --save {tmp_path}/second --keep-last 2 --save-retain-interval 3"
+    assert train(*on(corpus, flags), f"--load {tmp_path}/first --exit-interval 4").code == 0
+    assert checkpoints(tmp_path / "second") == ["iter_0000003", "iter_0000004"]
+    (tmp_path / "second" / "iter_0000004" / "keep").touch()
+    assert train(*on(corpus, flags), f"--load {tmp_path}/second").code == 0
+    assert checkpoints(tmp_path / "second") == ["iter_0000003", "iter_0000004", "iter_0000006", "iter_0000007", "iter_0000008"]
+    assert checkpoints(tmp_path / "first") == ["iter_0000001"] and tracker(tmp_path / "second") == "8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--save-retain-interval 3 --save-interval 2 --save x", "--save-retain-interval 3: must be a multiple of --save-interval 2"),
+        ("--save-retain-interval 3 --save x", "needs --save-interval"),
+        ("--keep-last 3", "needs --save"),
+        ("--keep-last 0 --save x", "--keep-last 0"),
+    ],
+)
+def test_retention_that_makes_no_sense(corpus: Path, flags: str, expected: str) -> None:
+    result = train(*on(corpus, flags))
+    assert result.code == 2 and expected in result.err
 
 
 def test_a_missing_checkpoint(corpus: Path, tmp_path: Path) -> None:

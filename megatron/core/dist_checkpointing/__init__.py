@@ -6,13 +6,14 @@
 import importlib
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
 from .mapping import LocalNonpersistentObject, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 
-_LAZY = ("load", "load_common_state_dict", "load_plain_tensors", "load_tensors_metadata", "save", "stored_objects")
+_LAZY = ("begin_save", "load", "load_common_state_dict", "load_plain_tensors", "load_tensors_metadata", "save", "stored_objects")
 
 __all__ = [
     "CheckpointError",
+    "DamagedCheckpointError",
     "LocalNonpersistentObject",
     "ShardedObject",
     "ShardedStateDict",

@@ -118,12 +118,22 @@ class ShardedLoadPlanner(LoadPlanner):
         self.objects[read_item.dest_index.fqn].data = load_torch(value)[0]
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """A buffer of the read block's shape; `commit_tensor` copies it to where it belongs (the dtype may differ)."""
+        raise NotImplementedError("the reader hands tensors to commit_tensor, or reads into memory_of")
+
+    def memory_of(self, read_item: ReadItem) -> torch.Tensor | None:
+        """The bytes, uint8 [n], that are to hold the whole stored block, where it may be read right there; else None."""
+        wanted = self.tensors[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]
         entry = self.metadata.state_dict_metadata[read_item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        return torch.empty(tuple(read_item.lengths), dtype=entry.properties.dtype)
+        data = wanted[0].data
+        if len(wanted) > 1 or data is None or not data.is_cpu or not data.is_contiguous() or data.dtype != entry.properties.dtype:
+            return None
+        if tuple(read_item.lengths) != wanted[0].chunk_shape or any(read_item.dest_offsets) or any(read_item.storage_offsets):
+            return None
+        return data.detach().reshape(-1).view(torch.uint8)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Copy a block to where it belongs; the dtype may differ."""
         for wanted in self.tensors[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]:
             assert wanted.data is not None
             # by indexing, not by view: of experts that tensor parallelism splits the data is a stretch of a middle dimension

@@ -7,6 +7,10 @@ Megatron-LM pickles beside its tensors).
 import argparse
 import io
 import pickle
+import struct
+import sys
+import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,3 +107,85 @@ def plain_namespace(values: dict[str, Any]) -> argparse.Namespace:
     """A namespace of values that any reader can unpickle: enumerations and dtypes' owners stay, other objects become their repr."""
     plain = (bool, int, float, str, bytes, type(None), list, tuple, dict, torch.dtype)
     return argparse.Namespace(**{name: value if isinstance(value, plain) else repr(value) for name, value in values.items()})
+
+
+_STORED_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class _TensorUnpickler(AllowListUnpickler):
+    """For the pickle inside a torch.save of one tensor: its storage is a stretch of memory that is there already."""
+
+    def __init__(self, file: Any, storage_at: Callable[[str], memoryview]) -> None:
+        super().__init__(file)
+        self.storage_at = storage_at
+
+    def persistent_load(self, pid: Any) -> Any:
+        _, storage_type, key, _, count = pid
+        dtype = _STORED_DTYPES[storage_type.__name__]
+        stored = self.storage_at(key)
+        data = torch.frombuffer(stored, dtype=torch.uint8) if len(stored) else torch.empty(0, dtype=torch.uint8)
+        if data.numel() != count * dtype.itemsize:
+            raise ValueError("another number of bytes than elements need")
+        return torch.storage.TypedStorage(wrap_storage=data.untyped_storage(), dtype=dtype, _internal=True)
+
+
+class _Memory(io.RawIOBase):
+    """A file over memory that zipfile reads without a copy of the whole."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view, self.place = view, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: len(self.view)}[whence]
+        if self.place < 0:
+            raise OSError("before the beginning")
+        return self.place
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = len(self.view) if size is None or size < 0 else self.place + size
+        data = bytes(self.view[self.place : end])
+        self.place += len(data)
+        return data
+
+
+def tensor_within(view: memoryview) -> torch.Tensor:
+    """The one tensor that torch.save wrote into `view`, writable memory, without a copy: it shares that memory.
+
+    Raises whatever junk makes its parts raise.
+    """
+    with zipfile.ZipFile(_Memory(view)) as archive:  # type: ignore[arg-type]
+        entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        pickled = archive.read(entries["data.pkl"])
+        order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else sys.byteorder
+        if order != sys.byteorder or not any(name.encode() in pickled for name in _STORED_DTYPES):
+            return torch.load(io.BytesIO(view), map_location="cpu", weights_only=True)  # newer dtypes are pickled another way
+
+        def storage_at(key: str) -> memoryview:
+            info = entries[f"data/{key}"]
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("a compressed storage")
+            name, extra = struct.unpack_from("<HH", view, info.header_offset + 26)  # a local header is 30 bytes, a name and an extra field
+            start = info.header_offset + 30 + name + extra
+            return view[start : start + info.file_size]
+
+        tensor = _TensorUnpickler(io.BytesIO(pickled), storage_at).load()
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError("no tensor")
+    return tensor.detach()

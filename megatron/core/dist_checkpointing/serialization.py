@@ -6,24 +6,27 @@ objects under `<key>/shard_<offset>_<shape>`, each a torch.save of a one-element
 `common_state/shard_0_1`; older checkpoints have it as a file `common.pt` instead, and both are read.
 """
 
-import errno
+import io
 import json
 import os
 import re
-import shutil
 import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from megatron.core.utils import get_world_rank, world_is_initialized
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
+from .integrity import Parts, check_part, check_parts, parts_within, read_checksums
 from .mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -36,38 +39,108 @@ from .mapping import (
     map_leaves,
 )
 from .planners import ShardedLoadPlanner, ShardedSavePlanner
-from .safe_pickle import load_pickle, load_torch
+from .safe_pickle import load_pickle, load_torch, tensor_within
+from .saving import METADATA_FILE, PendingSave
 
 COMMON_KEY = "common_state"
-METADATA_FILE = "metadata.json"
-FULL_DISK_BYTES = 2**20  # with less free than this, a write that failed failed for want of space
+READERS = 2  # threads
+IN_CACHE = 2**20  # bytes that are read at a time
+LARGEST_READ = 2**30  # bytes; Linux reads at most 2 GiB at a time
 MOST_LISTED = 8  # keys that an error message lists
 
 
 class _Reader(dcp.FileSystemReader):
-    """FileSystemReader whose index goes through the allow-list too."""
+    """FileSystemReader whose index goes through the allow-list too, and that checks what it reads by its checksum."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        sums = read_checksums(self.path) or {}
+        self.parts = {name: list(value.spans()) for name, value in sums.items()}
+        data = path.read_bytes()
+        check_parts(path, 0, data, self.parts.get(path.name, []))
         try:
-            with open(Path(self.path) / ".metadata", "rb") as file:
-                metadata = load_pickle(file)
+            metadata = load_pickle(io.BytesIO(data))
         except Exception as error:  # what junk does to an unpickler has no common class
-            raise CheckpointError(f"{self.path}/.metadata is damaged: {type(error).__name__}: {error}") from None
+            raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}/.metadata does not hold a checkpoint index")
+            raise DamagedCheckpointError(f"{path} does not hold a checkpoint index")
         storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         storage_meta.load_id = self.load_id
         metadata.storage_meta = storage_meta
         return metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Every stored item that the plan needs, once each and in the order of the file."""
+        wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
+        for request in plan.items:
+            info = self.storage_data[request.storage_index]
+            wanted.setdefault((info.relative_path, info.offset, info.length), []).append(request)
+        items = sorted(wanted.items(), key=lambda entry: entry[0])
+        longest = max((length for _, _, length in wanted), default=0)
+        # Two threads: one copies to where it belongs what it has read and checked, while the other reads. Each has memory that it uses
+        # again for every item: new memory costs more than reading into it.
+        with ThreadPoolExecutor(READERS) as pool:
+            for outcome in [pool.submit(self._read_items, items[first::READERS], longest, planner) for first in range(READERS)]:
+                outcome.result()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-def _dcp_save(writer: dcp.FileSystemWriter, planner: ShardedSavePlanner) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a supported case
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=not world_is_initialized())
-    except CheckpointException as error:
-        raise first_cause(error) from error
+    def _read_items(self, items: list[tuple[tuple[str, int, int], list[ReadItem]]], longest: int, planner: LoadPlanner) -> None:
+        memory = memoryview(bytearray(0))
+        for (name, start, length), requests in items:
+            path = Path(self.path) / name
+            parts = parts_within(self.parts.get(name, []), start, length)
+            with open(path, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)  # all of it is under way when the first is there
+                if len(parts) == 3 and _read_in_place(file, path, parts, requests, planner):
+                    continue
+                if len(memory) < length:
+                    memory = memoryview(bytearray(longest))
+                data = memory[:length]
+                data = data[: _read(file, start, data)]
+            check_parts(path, start, data, parts)
+            try:
+                _deliver(data, requests, planner)
+            except Exception as error:  # what junk does to the readers of zip files and pickles has no common class
+                raise DamagedCheckpointError(f"{path} is damaged: {length} bytes at {start} hold no tensor or object ({error})") from None
+
+
+def _read(file: io.FileIO, start: int, memory: memoryview) -> int:
+    """Fill `memory` from `start` on; the number of bytes that there were."""
+    file.seek(start)
+    count = 0
+    while count < len(memory) and (read := file.readinto(memory[count : count + LARGEST_READ])):
+        count += read
+    return count
+
+
+def _read_in_place(file: io.FileIO, path: Path, parts: Parts, requests: list[ReadItem], planner: LoadPlanner) -> bool:
+    """Read a whole tensor to where it belongs, if it is wanted whole and at one place. False when it is not: nothing is read then."""
+    start, length, _ = parts[1]
+    assert isinstance(planner, ShardedLoadPlanner)
+    target = planner.memory_of(requests[0]) if len(requests) == 1 else None
+    if target is None or target.numel() != length:
+        return False
+    memory, crc = target.numpy().data, 0
+    for place in range(0, length, IN_CACHE):  # the checksum finds in the cache what was just read
+        piece = memory[place : place + IN_CACHE]
+        crc = zlib.crc32(piece[: _read(file, start + place, piece)], crc)
+    check_part(path, start, crc, parts[1])
+    return True
+
+
+def _deliver(data: memoryview, requests: list[ReadItem], planner: LoadPlanner) -> None:
+    if requests[0].type == LoadItemType.BYTE_IO:
+        for request in requests:
+            planner.load_bytes(request, io.BytesIO(data))
+        return
+    tensor = tensor_within(data)
+    for request in requests:
+        piece = tensor
+        for axis, (begin, count) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
+            piece = piece.narrow(axis, begin, count)
+        planner.commit_tensor(request, piece)
 
 
 def _dcp_load(reader: dcp.FileSystemReader, planner: ShardedLoadPlanner, alone: bool = False) -> None:
@@ -77,7 +150,7 @@ def _dcp_load(reader: dcp.FileSystemReader, planner: ShardedLoadPlanner, alone: 
             dcp.load({"unused": None}, storage_reader=reader, planner=planner, no_dist=alone or not world_is_initialized())
     except CheckpointException as error:
         cause = first_cause(error)
-        if isinstance(cause, OSError):
+        if isinstance(cause, OSError | CheckpointError):
             raise cause from error
         raise CheckpointError(f"{reader.path} cannot be read, its files are damaged: {cause}") from error
 
@@ -112,7 +185,14 @@ def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike
     Leaves that are no sharded value go into the common state, as rank 0 has them. Raises ValueError when the ranks' shards leave a
     gap in a tensor or overlap, OSError as the file system does. The caller renames the folder when all is written.
     """
-    checkpoint_dir = Path(checkpoint_dir)
+    pending = begin_save(sharded_state_dict, checkpoint_dir, content_metadata)
+    pending.commit(pending.write)
+
+
+def begin_save(
+    sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike, content_metadata: dict | None = None
+) -> PendingSave:
+    """`save` up to the point where data are written: what the ranks write is agreed on."""
     state_dict = _build_factories(sharded_state_dict)
     tensors, objects = _split(state_dict)
     common = _without(state_dict, (ShardedTensor, ShardedObject, LocalNonpersistentObject))
@@ -124,28 +204,14 @@ def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike
     planner = ShardedSavePlanner(
         [tensor for tensor in tensors if is_main_replica(tensor.replica_id)], [item for item in objects if is_main_replica(item.replica_id)]
     )
-    writer = dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True, overwrite=True)
-    try:
-        _dcp_save(writer, planner)
-    except (OSError, ValueError, RuntimeError) as error:
-        if shutil.disk_usage(checkpoint_dir).free < FULL_DISK_BYTES:  # what torch reports then does not say so
-            raise OSError(errno.ENOSPC, "no space left on the disk", str(checkpoint_dir)) from error
-        raise
-    if get_world_rank() == 0:
-        text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-        with open(checkpoint_dir / METADATA_FILE, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    if world_is_initialized():
-        dist.barrier()
+    return PendingSave(Path(checkpoint_dir), planner)
 
 
 def first_cause(error: CheckpointException) -> BaseException:
     """The lowest failing rank's own exception, with its rank in the message where the type allows, and as `failed_rank`."""
     rank, wrapped = min(error.failures.items())
     cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    if not isinstance(cause, OSError):
+    if not isinstance(cause, OSError | CheckpointError):
         cause = ValueError(f"rank {rank}: {cause}")
     setattr(cause, "failed_rank", rank)  # noqa: B010
     return cause

@@ -332,6 +332,9 @@ def check_precision(args: Args) -> Iterator[Problem]:
 def check_run(args: Args) -> Iterator[Problem]:
     for dest, needs in (
         ("save_interval", "save"),
+        ("save_retain_interval", "save_interval"),
+        ("keep_last", "save"),
+        ("async_save", "save"),
         ("log_progress", "save"),
         ("ckpt_step", "load"),
         ("use_checkpoint_args", "load"),
@@ -346,6 +349,11 @@ def check_run(args: Args) -> Iterator[Problem]:
         if args.num_experts and not experts_alike:
             rule = f"does not write experts of --expert-tensor-parallel-size {args.expert_tensor_parallel_size}, other than the tensor size"
             yield problem(args, "ckpt_format", rule, "torch_dist")
+    if args.async_save and args.ckpt_format != "torch_dist":
+        yield problem(args, "async_save", f"writes torch_dist, and --ckpt-format is {args.ckpt_format}", "--ckpt-format torch_dist")
+    if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:
+        rule = f"must be a multiple of --save-interval {args.save_interval}: no checkpoint is at the others"
+        yield problem(args, "save_retain_interval", rule, args.save_interval * max(1, args.save_retain_interval // args.save_interval))
     if args.exit_signal_handler and args.exit_signal.name in ("SIGKILL", "SIGSTOP"):
         yield problem(args, "exit_signal", "cannot be caught by a process", "SIGTERM")
 

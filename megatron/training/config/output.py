@@ -18,6 +18,24 @@ class CheckpointFlags:
         minimum=1,
         names=("--save-interval", "--persistent-save-interval"),
     )
+    async_save: bool = flag(False, "Copy the state to host memory, and write it in another process while training goes on.")
+    use_persistent_ckpt_worker: bool = flag(
+        False, "Keep the process that writes.", no_effect="--async-save has one process for all saves of a run"
+    )
+    save_retain_interval: int | None = flag(
+        None,
+        "Remove older checkpoints from the --save folder but those of every so many iterations, a multiple of --save-interval. "
+        "Default: none.",
+        unit="iterations",
+        minimum=1,
+    )
+    keep_last: int | None = flag(
+        None,
+        "Remove older checkpoints from the --save folder but the last so many, those that --save-retain-interval keeps and those with a "
+        "file named keep. Default: none.",
+        minimum=1,
+        ours=True,
+    )
     load: str | None = flag(None, "Folder to go on from; an empty or missing one starts anew.")
     ckpt_step: int | None = flag(None, "Iteration to load. Default: the last one.", unit="iterations", minimum=0)
     finetune: bool = flag(False, "Load the weights alone, and start at iteration 0.")

@@ -43,9 +43,10 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "the same with what comes later": (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--train-iters 10 --lr 3e-4 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer --use-distributed-optimizer --async-save "
+        "--save checkpoints --save-interval 5 "
         "--moe-latent-size 64 --moe-use-upcycling "
         "--deterministic-mode",
-        ["--async-save", "--moe-latent-size", "--moe-use-upcycling"],
+        ["--moe-latent-size", "--moe-use-upcycling"],
     ),
 }  # fmt: skip
 
@@ -311,7 +312,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
     "--use-checkpoint-args", "--help", "--overlap-param-gather", "--ddp-reduce-scatter-with-fp32-accumulation",
-    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--sft", "--fim-data",
+    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--sft", "--fim-data", "--async-save",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 

@@ -1,0 +1,126 @@
+"""Writing this rank's file of a checkpoint in another process, from a copy of the state in memory that both see.
+
+The copy is the only one in host memory: it lies in an anonymous file (memfd) that lives as long as the two processes, is used again by
+every save, and is pinned where there is a GPU. The process is started once, before the first save, and gives nothing but the file: index,
+checksums, names and tracker are written by the ranks together (PendingSave.commit), when all have written theirs.
+"""
+
+import io
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from megatron.core import device
+
+from .async_worker import Job, tensor_at
+from .saving import PendingSave, Written
+
+ALIGNMENT = 64  # bytes
+ROOT = Path(__file__).resolve().parents[3]
+LEAVE = 5.0  # seconds that the process may take to end
+
+
+class AsyncWriter:
+    """One worker process and the memory for it. Not collective: each rank has its own."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "megatron.core.dist_checkpointing.async_worker", str(theirs.fileno()), str(self._descriptor)]
+        self.process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(), self._descriptor), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._memory: mmap.mmap | None = None
+        self._size = 0
+        self._outcome: Written | Exception | None = None
+
+    def start(self, pending: PendingSave) -> None:
+        """Copy what this rank writes, and let the worker write it. The state may change when this returns."""
+        self._outcome = None
+        planner = pending.planner
+        assert planner is not None
+        places, objects, tensors, size = [], [], [], 0
+        for item in pending.items:
+            data = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                assert isinstance(data, io.BytesIO)
+                objects.append(data.getvalue())
+                continue
+            assert isinstance(data, torch.Tensor)
+            tensors.append(data)
+            places.append((size, tuple(data.shape), data.dtype))
+            size += -(-data.nbytes // ALIGNMENT) * ALIGNMENT
+        self._reserve(size)
+        for tensor, place in zip(tensors, places, strict=True):
+            tensor_at(self._memory, *place).copy_(tensor, non_blocking=True)  # type: ignore[arg-type]
+        device.synchronize()
+        job = Job(str(pending.folder), pending.name, pending.items, places, objects, self._size)
+        pending.planner = None  # the state belongs to training again
+        try:
+            self._connection.send(job)
+        except OSError:
+            self._outcome = self._death()
+
+    def _reserve(self, size: int) -> None:
+        """Shared memory of at least `size` bytes."""
+        if size <= self._size:
+            return
+        if self._memory is not None:
+            device.unpin_memory(torch.frombuffer(self._memory, dtype=torch.uint8))
+        os.ftruncate(self._descriptor, size)
+        self._memory, self._size = mmap.mmap(self._descriptor, size), size
+        device.pin_memory(torch.frombuffer(self._memory, dtype=torch.uint8))
+
+    def has_ended(self) -> bool:
+        """Whether the worker is done with what was started, or has failed."""
+        if self._outcome is None and self._connection.poll(0):
+            self._receive()
+        return self._outcome is not None
+
+    def has_failed(self) -> bool:
+        return self.has_ended() and isinstance(self._outcome, Exception)
+
+    def result(self) -> Written:
+        """Wait for the file. Raises what the worker failed with, ChildProcessError when it is gone."""
+        if self._outcome is None:
+            self._receive()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+    def _receive(self) -> None:
+        try:
+            self._outcome = self._connection.recv()
+        except (EOFError, OSError):
+            self._outcome = self._death()
+
+    def _death(self) -> ChildProcessError:
+        try:
+            code = self.process.wait(LEAVE)
+        except subprocess.TimeoutExpired:
+            return ChildProcessError("the process that writes checkpoints has closed its connection")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return ChildProcessError(f"the process that writes checkpoints {how}: the checkpoint is not complete")
+
+    def close(self) -> None:
+        """End the worker, whatever it is doing."""
+        self._connection.close()
+        self.process.kill()
+        self.process.wait()
+        if self._memory is not None:
+            device.unpin_memory(torch.frombuffer(self._memory, dtype=torch.uint8))
+            self._memory = None
+        os.close(self._descriptor)
