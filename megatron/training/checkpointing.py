@@ -10,7 +10,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron.core import device, dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, ShardedObject
-from megatron.core.dist_checkpointing.integrity import check_sizes
+from megatron.core.dist_checkpointing.integrity import check_sizes, write_checksums
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
@@ -213,6 +213,7 @@ def save_checkpoint(
         try:
             if args.ckpt_format == "torch":
                 legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
+                _first_rank_does(lambda: write_checksums(unfinished, {}))
             else:
                 dist_checkpointing.save(contents, unfinished, content_metadata=content_metadata(optimizer))
         except (OSError, ValueError):
@@ -256,22 +257,21 @@ def contents_of(
 def start_folder(save: str, iteration: int) -> tuple[Path, Path]:
     """(the folder of a new checkpoint, the empty one that it is written into). Every rank calls it."""
     final = Path(get_checkpoint_name(save, iteration))
-    failure: OSError | None = None
-    if get_world_rank() == 0:
-        try:
-            checkpoint_folders.start(final)
-        except OSError as error:
-            failure = error
-    _agree(failure)
+    _first_rank_does(lambda: checkpoint_folders.start(final))
     return final, final.with_name(final.name + checkpoint_folders.UNFINISHED)
 
 
 def publish_on_all(unfinished: Path, final: Path) -> None:
     """Give a written checkpoint its name, and the tracker its iteration. Every rank calls it."""
+    _first_rank_does(lambda: checkpoint_folders.publish(unfinished, final))
+
+
+def _first_rank_does(action: Callable[[], None]) -> None:
+    """Rank 0 does it, and an OSError of its is raised on every rank."""
     failure: OSError | None = None
     if get_world_rank() == 0:
         try:
-            checkpoint_folders.publish(unfinished, final)
+            action()
         except OSError as error:
             failure = error
     _agree(failure)

@@ -194,6 +194,15 @@ def test_a_full_disk_keeps_the_old_checkpoint(corpus: Path, tmp_path: Path, monk
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2" and not list(save.glob("iter_0000004*"))
 
 
+def test_a_damaged_file_of_ours_is_named(corpus: Path, tmp_path: Path) -> None:
+    save = tmp_path / "saved"
+    assert train(*on(corpus, f"--ckpt-format torch --save {save}")).code == 0
+    (file,) = save.rglob("model_optim_rng.pt")
+    file.write_bytes(file.read_bytes()[:-100])
+    result = train(*on(corpus, f"--ckpt-format torch --load {save} --train-iters 6"))
+    assert result.code == 1 and "model_optim_rng.pt" in result.errors[0] and "bytes" in result.errors[0]
+
+
 def test_experts_among_the_other_parameters_are_read(corpus: Path, tmp_path: Path) -> None:
     """Without expert parallelism Megatron-LM has one optimizer, whose groups hold experts too."""
     whole = train(*on(corpus, EXPERTS))
