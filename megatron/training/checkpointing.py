@@ -266,7 +266,7 @@ def publish_on_all(unfinished: Path, final: Path) -> None:
     _first_rank_does(lambda: checkpoint_folders.publish(unfinished, final))
 
 
-def _first_rank_does(action: Callable[[], None]) -> None:
+def _first_rank_does(action: Callable[[], object]) -> None:
     """Rank 0 does it, and an OSError of its is raised on every rank."""
     failure: OSError | None = None
     if get_world_rank() == 0:
