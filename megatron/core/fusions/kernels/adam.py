@@ -38,8 +38,8 @@ def _update(
 
 def bias_corrections(step: torch.Tensor, betas: tuple[float, float]) -> torch.Tensor:
     """fp32 [2]: 1 / (1 - beta1^step) and 1 / sqrt(1 - beta2^step), computed in fp64. step: 0-d, on the device."""
-    powers = torch.stack([beta ** step.double() for beta in betas])
-    return torch.stack([(1.0 - powers[0]).reciprocal(), (1.0 - powers[1]).rsqrt()]).float()
+    first, second = (1.0 - beta ** step.double() for beta in betas)
+    return torch.stack([first.reciprocal(), second.rsqrt()]).float()
 
 
 def update(

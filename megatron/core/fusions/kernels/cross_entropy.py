@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.fusions.kernels.precision import wide
+
 BLOCK = 4096  # columns at a time
 
 
@@ -67,20 +69,16 @@ def _gradient(
     tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def _wide(logits: torch.Tensor) -> tuple[torch.dtype, tl.dtype]:
-    return (torch.float64, tl.float64) if logits.dtype is torch.float64 else (torch.float32, tl.float32)
-
-
 def statistics(logits: torch.Tensor, target: torch.Tensor, valid: int, with_sum: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each row of logits [n, columns] (rows contiguous), over its first `valid` (> 0) columns: logsumexp, the logit at target [n] (0
     where the target is not among them) and, with `with_sum`, the sum (else 0)."""
-    dtype, wide = _wide(logits)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     rows = logits.shape[0]
     log_norm, picked = (torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(2))
     row_sum = torch.zeros(rows, dtype=dtype, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(valid))
     _statistics[(rows,)](
-        logits, target, log_norm, picked, row_sum, logits.stride(0), valid, WITH_SUM=with_sum, WIDE=wide, BLOCK=block, num_warps=8
+        logits, target, log_norm, picked, row_sum, logits.stride(0), valid, WITH_SUM=with_sum, WIDE=wide(logits), BLOCK=block, num_warps=8
     )
     return log_norm, picked, row_sum
 
@@ -101,5 +99,5 @@ def gradient(
     _gradient[(rows, triton.cdiv(columns, block))](
         logits, target, log_norm, scale, out, logits.stride(0), out.stride(0), columns, valid,
         SMOOTHING=smoothing, UNIFORM=smoothing / total,
-        WIDE=_wide(logits)[1], BLOCK=block, num_warps=8,
+        WIDE=wide(logits), BLOCK=block, num_warps=8,
     )  # fmt: skip

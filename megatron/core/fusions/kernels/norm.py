@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.fusions.kernels.precision import wide
+
 MOST_PROGRAMS = 1056  # rows of partial sums in a backward: a few for each of a GPU's multiprocessors
 
 
@@ -105,8 +107,7 @@ class _Norm(torch.autograd.Function):
 
 def _settings(rows: torch.Tensor) -> dict[str, Any]:
     block = triton.next_power_of_2(rows.shape[1])
-    wide = tl.float64 if rows.dtype is torch.float64 else tl.float32
-    return {"WIDE": wide, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    return {"WIDE": wide(rows), "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 def norm(

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.fusions.kernels.precision import wide
+
 WIDEST = 4096  # columns that a program handles
 
 
@@ -52,7 +54,6 @@ def sum_rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """source [n, h], index int64 [T, copies] -> [T, h]: the sum of each token's rows; an index of n or more adds nothing."""
     source, index = source.contiguous(), index.contiguous()
     out = source.new_empty(index.shape[0], source.shape[1])
-    wide = tl.float64 if source.dtype is torch.float64 else tl.float32
     grid, block = _grid(index.shape[0], source.shape[1])
-    _sum[grid](source, index, out, source.shape[0], source.shape[1], COPIES=index.shape[1], WIDE=wide, BLOCK=block)
+    _sum[grid](source, index, out, source.shape[0], source.shape[1], COPIES=index.shape[1], WIDE=wide(source), BLOCK=block)
     return out

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.fusions.kernels.precision import wide
+
 
 @triton.jit
 def _turn(
@@ -46,7 +48,7 @@ def turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
     block = max(1, min(triton.next_power_of_2(heads), 2048 // padded))
     _turn[(length * batch, triton.cdiv(heads, block))](
         t, cos, sin, out, batch, heads, heads_each, half, width, *t.stride()[:4], -1.0 if back else 1.0,
-        INTERLEAVED=interleaved, WIDE=tl.float64 if t.dtype is torch.float64 else tl.float32, HEADS=block, HALF=padded,
+        INTERLEAVED=interleaved, WIDE=wide(t), HEADS=block, HALF=padded,
         REST=triton.next_power_of_2(rest) if rest else 0,
     )  # fmt: skip
     return out

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.fusions.kernels.precision import wide
+
 BLOCK = 2048  # columns at a time
 
 
@@ -61,10 +63,10 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(rows, flat)
         ctx.shapes = x.shape, None if scale is None else scale.shape
         out = rows.new_empty(rows.shape[0], columns)
-        block, wide = _settings(rows)
+        block = _block(columns)
         grid = (rows.shape[0], triton.cdiv(columns, block))
         _forward[grid](
-            rows, rows if flat is None else flat, out, columns, rows.stride(0), WITH_SCALE=flat is not None, WIDE=wide, BLOCK=block
+            rows, rows if flat is None else flat, out, columns, rows.stride(0), WITH_SCALE=flat is not None, WIDE=wide(rows), BLOCK=block
         )
         return out.view(*x.shape[:-1], columns)
 
@@ -78,17 +80,16 @@ class _SwiGLU(torch.autograd.Function):
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format)
         grad_scale = grad_x if scale is None else torch.empty_like(scale)
-        block, wide = _settings(rows)
+        block = _block(columns)
         _backward[(rows.shape[0],)](
             rows, grad_x if scale is None else scale, grad, grad_x, grad_scale, columns, rows.stride(0), grad.stride(0),
-            WITH_SCALE=scale is not None, WIDE=wide, BLOCK=block, num_warps=8,
+            WITH_SCALE=scale is not None, WIDE=wide(rows), BLOCK=block, num_warps=8,
         )  # fmt: skip
         return grad_x.view(shape), None if scale is None else grad_scale.view(scale_shape)
 
 
-def _settings(rows: torch.Tensor) -> tuple[int, tl.dtype]:
-    block = min(BLOCK, triton.next_power_of_2(rows.shape[1] // 2))
-    return block, tl.float64 if rows.dtype is torch.float64 else tl.float32
+def _block(columns: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(columns))
 
 
 def swiglu(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
