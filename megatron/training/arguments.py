@@ -26,7 +26,7 @@ from megatron.training.argument_utils import (
     check_tokens,
     yaml_tokens,
 )
-from megatron.training.config import checks, checks_files, checks_layout, checks_moe
+from megatron.training.config import checks, checks_files, checks_graphs, checks_layout, checks_moe
 from megatron.training.config.checks import was_given
 from megatron.training.config.data_lists import fill_from_files
 from megatron.training.config.fields import ARCHITECTURE
@@ -158,7 +158,7 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
 
 def _rules() -> list[Callable[[argparse.Namespace], Any]]:
     rules = [rule for rule in checks.RULES if rule is not checks.check_ranges]
-    return [*rules, *checks_layout.RULES, *checks_moe.RULES, *checks_files.RULES]
+    return [*rules, *checks_layout.RULES, *checks_moe.RULES, *checks_graphs.RULES, *checks_files.RULES]
 
 
 def _other_activation_given(args: argparse.Namespace, dest: str) -> bool:

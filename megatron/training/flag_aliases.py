@@ -108,6 +108,7 @@ STANDS_FOR: dict[str, tuple[str, str]] = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
     "use_flash_attn": ("attention_backend", "flash"),
     "recompute_activations": ("recompute_granularity", "selective"),
+    "enable_cuda_graph": ("cuda_graph_impl", "local"),
 }
 
 # flag -> TransformerConfig fields; activation functions by their name in torch.nn.functional or megatron.core.activations

@@ -390,6 +390,8 @@ def dropped_flags(args: Args) -> Iterator[str]:
         yield f"--loss-scale {args.loss_scale:g} has no effect without --fp16"
     if args.grad_reduce_in_bf16 and not args.bf16:
         yield "--grad-reduce-in-bf16 has no effect without --bf16"
+    if args.overlap_param_gather and args.cuda_graph_impl != "none":
+        yield "--overlap-param-gather: parameters are gathered at once with --cuda-graph-impl: a graph cannot wait for what began outside"
     if args.timing_log_level == 2:
         yield "--timing-log-level 2 shows what 1 does, and timers of level 2 that the script itself starts"
     yield from _expert_notes(args)
