@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
-from megatron.training import checkpoint_folders, legacy_checkpoint_writer
+from megatron.training import checkpoint_folders, fp8_checkpoint, legacy_checkpoint_writer
 from megatron.training.argument_utils import all_fields
 from megatron.training.checkpoint_formats import StoredCheckpoint, open_checkpoint
 from megatron.training.checkpoint_names import (
@@ -407,7 +407,9 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
     states, *own_states = _stored_rng_object(checkpoint) if with_rng else (None, False, False)
     if states is not None:
         wanted[RNG_KEY] = states
+    fp8_checkpoint.leave_out_missing(wanted, checkpoint)
     loaded = _load_matching(wanted, checkpoint, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
+    fp8_checkpoint.restore(model, loaded)
     if optimizer is not None:
         if with_optimizer:
             optimizer.load_common_state_dict(common["optimizer"])

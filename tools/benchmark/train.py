@@ -53,6 +53,10 @@ CONFIGURATIONS = {
         "--micro-batch-size 2 --global-batch-size 4 --vocab-size 255",
     ),
 }
+CONFIGURATIONS |= {
+    f"llama8L-fp8-{recipe}": ("pretrain_llama.py", f"{CONFIGURATIONS['llama8L'][1]} --fp8-format hybrid --fp8-recipe {recipe}")
+    for recipe in ("delayed", "tensorwise", "blockwise")
+}
 
 
 def run(name: str, iterations: int, processes: int, extra: list[str], profile: Path | None = None) -> dict:

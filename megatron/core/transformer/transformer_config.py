@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from megatron.core.broken_rule import BrokenRule, config_sentence
 from megatron.core.context_parallel.combinations import context_parallel_problems
+from megatron.core.fp8.settings import fp8_problems
 from megatron.core.fusions.fused_layer_norm import NORMALIZATIONS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
@@ -95,6 +96,16 @@ _USED = (
     "moe_shared_expert_overlap",
     "moe_permute_fusion",
     "moe_layer_recompute",
+    "fp8",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "tp_only_amax_red",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
@@ -103,6 +114,7 @@ ANY_VALUE = (
     "moe_per_layer_logging",  # the training loop's business
     "moe_enable_deepep",  # flex is DeepEP's with it and without
     "moe_flex_dispatcher_backend",
+    "fp8_interval",  # scales are updated every step
 )
 
 
@@ -216,10 +228,23 @@ class TransformerConfig(ModelParallelConfig):
     moe_layer_recompute: bool = False
     moe_per_layer_logging: bool = False
 
-    # Other kinds of models and precisions.
+    # FP8 products in decoder layers, see fp8/. fp8: e4m3, or hybrid with e5m2 for gradients; margin: powers of two that delayed scales stay
+    # below what the history allows; history_len in steps. tp_only_amax_red: delayed scales follow from this replica's data alone.
+    fp8: str | None = None
+    fp8_recipe: str = "delayed"
+    fp8_margin: int = 0
+    fp8_interval: int = 1
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: str = "most_recent"
+    fp8_wgrad: bool = True
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+    tp_only_amax_red: bool = False
+
+    # Other kinds of models.
     multi_latent_attention: bool = False
     mtp_num_layers: int | None = None
-    fp8: str | None = None
     cuda_graph_impl: str = "none"
     cuda_graph_warmup_steps: int = 3
     cpu_offloading: bool = False
@@ -309,6 +334,7 @@ class TransformerConfig(ModelParallelConfig):
         )
         yield from cuda_graph_problems(self, self.num_moe_experts)
         yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        yield from fp8_problems(self, self.num_layers, self.num_query_groups)
 
 
 UNBUILT = unbuilt_fields(TransformerConfig, _USED + ANY_VALUE)

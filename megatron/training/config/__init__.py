@@ -4,6 +4,7 @@
 """
 
 from megatron.training.config.data import DataFlags, TokenizerFlags
+from megatron.training.config.fp8 import Fp8Flags
 from megatron.training.config.model import AttentionFlags, GraphFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
 from megatron.training.config.moe import MoEFlags
 from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
@@ -26,6 +27,7 @@ SECTIONS: tuple[type, ...] = (
     OptimizerFlags,
     LearningRateFlags,
     PrecisionFlags,
+    Fp8Flags,
     DataFlags,
     TokenizerFlags,
     CheckpointFlags,

@@ -83,10 +83,10 @@ def get_gpt_layer_local_spec(
 ) -> ModuleSpec:
     """A layer of the local backend, a mixture of experts where num_experts is given.
 
-    `normalization` None: as the config says; another kind than the config's is refused when it is built.
+    `fp8` changes nothing: the config says it. `normalization` None: as the config says; another kind is refused when it is built.
     Raises ValueError for an unknown normalization and for what is not built yet.
     """
-    _refuse(multi_latent_attention=multi_latent_attention, fp8=fp8, qk_l2_norm=qk_l2_norm)
+    _refuse(multi_latent_attention=multi_latent_attention, qk_l2_norm=qk_l2_norm)
     backend = LocalSpecProvider()
     moe = None if num_experts is None else get_moe_module_spec_for_backend(backend, moe_grouped_gemm)
     return layer_spec(backend, qk_layernorm=bool(qk_layernorm), normalization=normalization, moe=moe)
