@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.param_sharding import (
     ParamSharding,
     buffer_table,
     build_param_table,
-    local_part,
+    local_pieces,
     local_shape,
 )
 from megatron.core.tokenizers.build import vocab_size_with_padding
@@ -195,14 +195,8 @@ class LegacyWriter:
     def write(self, slab: Slab, tensor: torch.Tensor) -> None:
         """The whole of one tensor (of one layer, expert), to every file that has a part of it."""
         for part in self._parts[slab.key, slab.offset]:
-            whole = self._padded(tensor) if part.sharding.logical_size is not None else tensor
-            own = local_part(whole, part.sharding, part.tensor_rank, self.layout.tensor)
+            own = _part_of(tensor, part.sharding, part.tensor_rank, self.layout.tensor)
             part.file.write(part.name, own.to(part.file.dtypes[part.name]))
-
-    def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of padding are 0, as a Hugging Face model's."""
-        short = self.rows - tensor.shape[0]
-        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, short)) if short > 0 else tensor[: self.rows]
 
     def finish(self) -> None:
         """Put everything on the disk, and checksums beside it."""
@@ -218,3 +212,18 @@ def _offset(record: ParamRecord, entry: FileEntry) -> tuple[int, ...]:
     experts = record.sharding.experts
     expert = () if experts is None else (experts.first + (entry.expert or 0),)
     return (*((record.layer,) if record.stacked else ()), *expert)  # type: ignore[return-value]
+
+
+def _part_of(tensor: torch.Tensor, sharding: ParamSharding, rank: int, size: int) -> torch.Tensor:
+    """A tensor rank's part, without a copy where it is one piece. Rows beyond the tensor's, padding of a vocabulary, are 0."""
+    if not sharding.is_split:
+        return tensor
+    assert sharding.split_dim is not None
+    pieces = []
+    for start, _, length in local_pieces(sharding, rank, size):
+        start = min(start, tensor.shape[sharding.split_dim])
+        there = tensor.narrow(sharding.split_dim, start, min(length, tensor.shape[sharding.split_dim] - start))
+        short = length - there.shape[sharding.split_dim]
+        assert not short or (sharding.logical_size is not None and sharding.split_dim == 0), f"{short} rows too few"
+        pieces.append(F.pad(there, (0, 0) * (there.dim() - 1) + (0, short)) if short else there)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=sharding.split_dim)

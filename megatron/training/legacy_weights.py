@@ -2,7 +2,8 @@
 
 import ctypes
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.export.weights import listed
 from megatron.training.legacy_checkpoints import LegacyCheckpoint
 from megatron.training.model_of_checkpoint import whole_model
 
+AT_ONCE = 8 * 2**20  # bytes that are read at a time
 _PAGEOUT = 21  # MADV_PAGEOUT of Linux
 _ROWS = 128  # of a vocabulary whose size the arguments do not say: files have their own
 
@@ -41,11 +43,28 @@ class LegacyWeights:
 
     def load(self, shards: list[ShardedTensor]) -> None:
         for shard in shards:
+            shard.init_data("cpu")
             parts = [part for first in _firsts(shard) for part in self._parts.get((shard.key, first), [])]
-            load_from_parts({"shard": shard}, {shard.key: parts}, str(self.folder))
-            for block, part in parts:
-                if overlap(shard, block) is not None:
-                    _forget(part)
+            for piece in _cut(shard):
+                load_from_parts({"piece": piece}, {shard.key: parts}, str(self.folder))
+                for block, part in parts:
+                    if overlap(piece, block) is not None:
+                        _forget(part)
+
+
+def _cut(shard: ShardedTensor) -> Iterator[ShardedTensor]:
+    """The same in stretches of rows: what a mapped file has in memory while one is read is no more than that."""
+    assert shard.data is not None
+    if shard.data.dim() == 0:
+        yield shard
+        return
+    rows = max(1, AT_ONCE // max(1, shard.data[:1].nbytes))
+    axis = shard.prepend_axis_num
+    for start in range(0, len(shard.data), rows):
+        data = shard.data[start : start + rows]
+        offset = list(shard.global_offset)
+        offset[axis] += start
+        yield replace(shard, data=data, local_shape=tuple(data.shape), global_offset=tuple(offset), axis_fragmentations=None)
 
 
 def _first(block: Block) -> int:

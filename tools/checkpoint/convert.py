@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ HF_FILES = "hf"  # folder beside a converted checkpoint: config.json and tokeniz
 UNFINISHED = ".unfinished"
 FORMATS = {"core": "torch_dist", "torch": "torch"}
 WORDS = "embedding.word_embeddings.weight"
+VOCABULARY = (WORDS, "output_layer.weight")
 # of a checkpoint's common state what belongs to no layout and no optimizer
 KEPT = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far", "opt_param_scheduler", "data_order")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -173,10 +175,25 @@ class Source:
     rows: int
     vocab: int | None
     companions: Path | None
+    sums: dict[Any, bytes] | None = None  # key and offset -> of the bits that were taken; None: nobody will ask
+    kept: int | None = None  # rows of the vocabulary that the target has too, others being padding; None: all
 
     @property
     def saved(self) -> dict[str, Any]:
         return vars(self.contents["args"])
+
+    def take(self, slabs: list[Any]) -> list[torch.Tensor]:
+        """Read tensors, of the type that they are written in."""
+        tensors = [tensor.to(self.dtype_of(slab.key)) for slab, tensor in zip(slabs, self.read(slabs), strict=True)]
+        for slab, tensor in zip(slabs, tensors, strict=True):
+            if self.sums is not None and (slab.key, slab.offset) not in self.sums:
+                self.sums[slab.key, slab.offset] = self.sum_of(slab.key, tensor)
+        return tensors
+
+    def sum_of(self, key: str, tensor: torch.Tensor) -> bytes:
+        """A checksum of its bits."""
+        rows = tensor[: self.kept] if key in VOCABULARY else tensor
+        return sha256(rows.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
 def hf_source(args: argparse.Namespace) -> Source:
@@ -219,14 +236,16 @@ def own_source(args: argparse.Namespace, weights: Weights) -> Source:
     print(f"{weights.folder.name}, {saved['num_layers']} layers, {len(weights.tensors)} tensors")
     print("optimizer state is not converted; training of any layout loads both formats itself")
     name = weights.folder.name if iteration_of(weights.folder) is not None else RELEASE
-    return Source(name, contents, slabs, lambda some: read(weights, some), dtype_of, rows, vocab, find_source_files(args.load_dir, weights))
+    files = find_source_files(args.load_dir, weights)
+    sums: dict[Any, bytes] | None = None if args.no_verify else {}
+    return Source(name, contents, slabs, lambda some: read(weights, some), dtype_of, rows, vocab, files, sums)
 
 
 def prepare_target(args: argparse.Namespace, source: Source) -> Callable[[Path], None]:
     """What writes a checkpoint into a folder. Raises ConversionError with all that is wrong with the target sizes."""
     if args.saver == "core":
         source.contents["args"] = plain_namespace({**source.saved, "ckpt_format": FORMATS["core"]})
-        return lambda folder: write_torch_dist(folder, source.contents, source.slabs, lambda slab: source.read([slab])[0], source.dtype_of)
+        return lambda folder: write_torch_dist(folder, source.contents, source.slabs, lambda slab: source.take([slab])[0], source.dtype_of)
     sizes = Sizes(*(1 if getattr(args, dest) is None else getattr(args, dest) for dest in TARGET_SIZES))
     if problems := size_problems(sizes, flags_of_checkpoint(source.saved)):
         raise ConversionError("\n  ".join(["the target sizes do not fit the model:", *problems]) if len(problems) > 1 else problems[0])
@@ -236,16 +255,21 @@ def prepare_target(args: argparse.Namespace, source: Source) -> Callable[[Path],
             f"how many of the {source.rows} rows of the embedding are tokens is not known, and --target-tensor-parallel-size "
             f"{sizes.tensor} pads them to another number: give --true-vocab-size with the tokenizer's number of ids"
         )
-    source.contents["args"] = plain_namespace(target_arguments(source.saved, sizes, rows))
+    source.contents["args"], source.kept = plain_namespace(target_arguments(source.saved, sizes, rows)), min(rows, source.rows)
 
     def write(folder: Path) -> None:
         writer = LegacyWriter(folder, source.contents, rows, source.dtype_of)
         for batch in together(source.slabs):
-            for slab, tensor in zip(batch, source.read(batch), strict=True):
-                writer.write(slab, tensor)
+            put(writer, source, batch)
         writer.finish()
 
     return write
+
+
+def put(writer: LegacyWriter, source: Source, batch: list[Any]) -> None:
+    """A function of its own, so that nothing of these tensors is left when the next are read."""
+    for slab, tensor in zip(batch, source.take(batch), strict=True):
+        writer.write(slab, tensor)
 
 
 def to_checkpoint(args: argparse.Namespace) -> None:
@@ -269,25 +293,25 @@ def to_checkpoint(args: argparse.Namespace) -> None:
 
 def read_back(source: Source, written: Weights) -> str:
     """Whether a checkpoint that was written has the bits of its source, in words. Raises ConversionError where it has not."""
+    assert source.sums is not None
     stored = slabs_of(written, whole_model(arguments_in(written), written.tensors[WORDS].global_shape[0]))
-    there = {(slab.key, slab.offset): slab for slab in stored}
-    wrong = {key for key, _ in there.keys() ^ {(slab.key, slab.offset) for slab in source.slabs}}
-    for batch in together([slab for slab in source.slabs if slab.key not in wrong]):
-        pairs = zip(source.read(batch), read(written, [there[slab.key, slab.offset] for slab in batch]), strict=True)
-        wrong |= {
-            slab.key for slab, pair in zip(batch, pairs, strict=True) if not same_bits(pair[0].to(source.dtype_of(slab.key)), pair[1])
-        }
+    wrong = {key for key, _ in {(slab.key, slab.offset) for slab in stored} ^ source.sums.keys()}
+    for batch in together(stored):
+        wrong |= differing(source, written, batch)
     if wrong:
         listed = ", ".join(sorted(wrong)[:8])
         raise ConversionError(f"what was written is not what was read (--no-verify writes it nonetheless): {listed}")
-    return f"read back: {len(source.slabs)} tensors, all bits are the source's"
+    return f"read back: {len(stored)} tensors, all bits are the source's"
 
 
-def same_bits(wanted: torch.Tensor, found: torch.Tensor) -> bool:
-    """Of a vocabulary, whose padding follows the layout, the rows that both have; others are 0."""
-    rows = min(len(wanted), len(found))
-    one, other = (tensor[:rows].contiguous().reshape(-1).view(torch.uint8) for tensor in (wanted, found))
-    return wanted.dtype == found.dtype and wanted.shape[1:] == found.shape[1:] and torch.equal(one, other) and not found[rows:].any()
+def differing(source: Source, written: Weights, batch: list[Any]) -> set[str]:
+    assert source.sums is not None
+    wrong = set()
+    for slab, found in zip(batch, read(written, batch), strict=True):
+        padding = found[source.kept :] if slab.key in VOCABULARY and source.kept is not None else found[:0]
+        if source.sum_of(slab.key, found) != source.sums.get((slab.key, slab.offset)) or padding.any():
+            wrong.add(slab.key)
+    return wrong
 
 
 def to_hf(args: argparse.Namespace) -> None:
