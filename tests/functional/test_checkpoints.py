@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import saving
+from megatron.training import resume_checks
 from tests.functional.runner import (
     Processes,
     assert_equal_tensors,
@@ -150,16 +151,16 @@ def only_error(result: Any) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--hidden-size 32", ("decoder.final_layernorm.weight is (64,) there and (32,) in this model", "--hidden-size is 32 here and 64")),
+        ("--hidden-size 32", ("decoder.final_layernorm.weight is (64,) there and (32,) in this model",)),
         ("--num-layers 3", ("decoder.layers.mlp.linear_fc1.weight is (2, 256, 64) there and (3, 256, 64) in this model",)),
         ("--untie-embeddings-and-output-weights", ("lacks what this run needs", "output_layer.weight")),
-        ("--swiglu", ("decoder.layers.mlp.linear_fc2.weight is (2, 64, 256) there and (2, 64, 128)", "--swiglu is True here and False")),
-        ("--num-attention-heads 8", ("--num-attention-heads is 8 here and 4 there",)),
-        ("--normalization RMSNorm", ("--normalization is RMSNorm here and LayerNorm there",)),
-        ("--position-embedding-type rope", ("--position-embedding-type is rope here and learned_absolute there",)),
     ],
 )
-def test_another_shape_is_one_error_that_lists_keys(corpus: Path, saved: Path, flags: str, expected: tuple[str, ...]) -> None:
+def test_another_shape_is_one_error_that_lists_keys(
+    corpus: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: tuple[str, ...]
+) -> None:
+    """Also of a checkpoint whose arguments do not say what it holds."""
+    monkeypatch.setattr(resume_checks, "model_differences", lambda saved, args: [])
     text = only_error(train(*on(corpus, flags), f"--load {saved}"))
     assert str(saved / "iter_0000004") in text
     for part in expected:
@@ -254,7 +255,7 @@ def test_no_load_optim_keeps_position_and_schedule(corpus: Path, tmp_path: Path)
     assert fresh.column("iteration") == whole.column("iteration") == [5, 6, 7, 8]
     assert fresh.column("lr") == whole.column("lr")
     assert fresh.losses()[0] == whole.losses()[0] and fresh.losses()[2] != whole.losses()[2]
-    assert "restored: weights, random states, schedule and position" in fresh.out and "fresh: optimizer" in fresh.out
+    assert "restored: weights, random states, schedule and position" in fresh.out and "reset: optimizer (--no-load-optim)" in fresh.out
 
 
 def test_a_checkpoint_at_the_end_of_its_schedule(corpus: Path, tmp_path: Path) -> None:
@@ -268,19 +269,14 @@ def test_a_checkpoint_at_the_end_of_its_schedule(corpus: Path, tmp_path: Path) -
 
 
 def test_no_save_optim_and_no_save_rng(corpus: Path, tmp_path: Path) -> None:
-    train(*on(corpus), f"--train-iters 8 --exit-interval 4 --save {tmp_path} --no-save-optim --no-save-rng")
-    assert not any(key.startswith("optimizer.") for key in checkpoint_tensors(tmp_path, 4))
+    whole = train(*on(corpus), f"--train-iters 8 --exit-interval 4 --save {tmp_path} --no-save-optim --no-save-rng")
+    assert whole.code == 0 and not any(key.startswith("optimizer.") for key in checkpoint_tensors(tmp_path, 4))
     refused = only_error(train(*on(corpus), f"--train-iters 8 --load {tmp_path}"))
-    assert "without an optimizer" in refused and "--no-load-optim" in refused
+    assert "without an optimizer: give --no-load-optim" in refused and "without random states (rng_state): give --no-load-rng" in refused
     assert "rng_state" in only_error(train(*on(corpus), f"--train-iters 8 --load {tmp_path} --no-load-optim"))
     taken = train(*on(corpus), f"--train-iters 8 --load {tmp_path} --no-load-optim --no-load-rng")
     assert taken.code == 0 and taken.column("iteration") == [5, 6, 7, 8]
-
-
-def test_another_optimizer_is_one_error(corpus: Path, tmp_path: Path) -> None:
-    train(*on(corpus), f"--train-iters 8 --exit-interval 4 --save {tmp_path} --optimizer sgd")
-    text = only_error(train(*on(corpus), f"--train-iters 8 --load {tmp_path}"))
-    assert "optimizer.state.exp_avg." in text
+    assert taken.column("lr") == train(*on(corpus), "--train-iters 8").column("lr")[4:], "the schedule is at the position all the same"
 
 
 # --- a schedule that changes ---
