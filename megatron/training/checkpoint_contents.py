@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import re
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
@@ -15,9 +16,11 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
+from megatron.core.process_groups_config import default_pg_collection
+from megatron.core.tensor_parallel.param_sharding import build_param_table
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_pg_rank, unwrap_model
 from megatron.training.checkpoint_formats import StoredCheckpoint
 from megatron.training.data_order import DataOrder
 from megatron.training.train_step import TrainState
@@ -101,6 +104,30 @@ def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
     return {name: unwrap_model(chunk).sharded_state_dict() for name, chunk in zip(names, model, strict=True)}
 
 
+# modules of which Megatron-LM keeps an `_extra_state`: linears, and norms that are not part of one
+_WITH_EXTRA_STATE = re.compile(r"(?P<module>.*\b(?:linear_\w+|(?P<norm>\w*layernorm))\.)weight")
+
+
+def empty_extra_states(chunk: torch.nn.Module) -> dict[str, ShardedObject]:
+    """The `_extra_state` entries that Megatron-LM's loader asks for and, without FP8, has nothing in: one for each layer (and expert)."""
+    groups = default_pg_collection(None)
+    found = {}
+    for record in build_param_table(unwrap_model(chunk)).values():
+        match = _WITH_EXTRA_STATE.fullmatch(record.key)
+        if match is None:
+            continue
+        sharding = record.sharding
+        sizes = record.whole_shape[: len(record.place)] or (1,)
+        data = torch.empty(0, dtype=torch.uint8) if match["norm"] else None
+        ranks = (groups.expt_tp, groups.expt_dp) if sharding.is_expert else (groups.tp, groups.dp_cp)
+        replica = tuple(map(get_pg_rank, ranks))
+        for number in range(record.param.shape[0] if sharding.expert_dims else 1):
+            place = (*record.place[:-1], record.place[-1] + number) if record.place else (0,)
+            item = ShardedObject(f"{match['module']}_extra_state", data, sizes, place, replica_id=replica)
+            found[item.unique_key] = item
+    return found
+
+
 def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> dict[str, Any]:
     """The optimizer's shards: `optimizer.state.<name>.<model key>` in the model's global shapes.
 
@@ -134,17 +161,44 @@ def content_metadata(optimizer: Any | None) -> dict[str, Any]:
     return found
 
 
-def _common_of_pipeline(common: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's common state, with the parameter groups that only other stages have: rank 0's is written."""
+def _groups_of_pipeline(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, with those that only other stages have: rank 0's are written."""
     group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is None or dist.get_world_size(group) == 1:
-        return common
+        return groups
     stages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(stages, common["param_groups"], group=group)
+    dist.all_gather_object(stages, groups, group=group)
     kinds: dict[tuple, dict[str, Any]] = {}
-    for param_group in common["param_groups"] + [other for stage in stages for other in stage]:
+    for param_group in groups + [other for stage in stages for other in stage]:
         kinds.setdefault(group_identity(param_group), param_group)
-    return {**common, "param_groups": list(kinds.values())}
+    return list(kinds.values())
+
+
+def optimizer_common(optimizer: Any) -> dict[Any, Any]:
+    """What of the optimizer is not sharded, as Megatron-LM's has it: with expert parallelism a chain, {0: dense, 1: experts}.
+
+    Its loader puts the numbers of its own parameters into the groups, and takes none from a checkpoint.
+    """
+    common = optimizer.common_state_dict()
+    limits = {"default_config": True, "max_lr": optimizer.config.lr, "min_lr": optimizer.config.min_lr}
+    dense, experts = [], []
+    for group in _groups_of_pipeline(common.pop("param_groups")):
+        kept = {key: value for key, value in group.items() if key != "params"}
+        (experts if group["is_expert_parallel"] else dense).append({**limits, **kept})
+    if parallel_state.get_expert_model_parallel_world_size() > 1 and experts:
+        return {0: _one_common(optimizer, common, dense), 1: _one_common(optimizer, common, experts)}
+    # experts step with the others: without expert parallelism Megatron-LM has them in the others' groups
+    kinds = {group_identity(group) for group in dense}
+    alone = [group for group in experts if group_identity({**group, "is_expert_parallel": False}) not in kinds]
+    return _one_common(optimizer, common, dense + alone)
+
+
+def _one_common(optimizer: Any, common: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    inner = {"param_groups": groups}
+    if optimizer.state_kind != "plain":
+        return {"optimizer": inner, **common, "param_state_sharding_type": optimizer.state_kind}
+    has_copies = any(entry.has_copy for entry in optimizer.params)
+    return {"optimizer": inner, **common} if has_copies else {**inner, **common}
 
 
 def contents_of(
@@ -162,12 +216,14 @@ def contents_of(
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": state.iteration,
         "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
-        **model_state(model),
     }
+    for (name, shards), chunk in zip(model_state(model).items(), model, strict=True):
+        own = {item.unique_key for item in shards.values() if isinstance(item, ShardedObject)}
+        contents[name] = shards | {key: item for key, item in empty_extra_states(chunk).items() if key not in own}
     if state.data_order is not None:
         contents[DATA_ORDER] = state.data_order.state_dict(state.consumed_train_samples, state.consumed_valid_samples)
     if optimizer is not None:
-        contents["optimizer"] = {**_common_of_pipeline(optimizer.common_state_dict()), "shards": optimizer_state(optimizer)}
+        contents["optimizer"] = {**optimizer_common(optimizer), "shards": optimizer_state(optimizer)}
     if opt_param_scheduler is not None:
         contents["opt_param_scheduler"] = opt_param_scheduler.state_dict()
     if save_rng:

@@ -27,7 +27,7 @@ _ADJUSTABLE = {
     "use_rope_scaling",
 }
 # Flags whose change the report does not mention: they change no number, or the report says it elsewhere.
-_UNTOLD = ("num_workers", "exit_", "manual_gc", "skip_train", "check_", "yaml_cfg", "override_opt", "use_checkpoint_opt")
+_UNTOLD = ("num_workers", "data_cache_path", "exit_", "manual_gc", "skip_train", "check_", "yaml_cfg", "override_opt", "use_checkpoint_opt")
 _TOLD_SECTIONS = (
     config.ModelFlags,
     config.AttentionFlags,
@@ -169,7 +169,7 @@ def changed_flags(saved: Saved, args: argparse.Namespace) -> Iterator[str]:
             if dest not in saved or dest.startswith(_UNTOLD) or field.metadata["no_effect"]:
                 continue
             before, now = _effective(saved, dest), _effective(vars(args), dest)
-            if before != now and (before or now):  # not: an old spelling of nothing
+            if before != now and (before or now) and (before is None or isinstance(before, str | int | float | list)):
                 given = "" if was_given(args, dest) or args.provenance.get(dest) else " (not given)"
                 yield f"{name_of(dest)} {text_of(before)} -> {text_of(now)}{given}"
 
