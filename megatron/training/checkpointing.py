@@ -305,7 +305,7 @@ def _read(
     states, *own_states = stored_rng_object(checkpoint) if taken.random_states else (None, False, False)
     if states is not None:
         wanted[RNG_KEY] = states
-    loaded = checkpoint.load(wanted)
+    loaded = _load(wanted, checkpoint)
     if optimizer is not None:
         if taken.optimizer:
             optimizer.load_common_state_dict(common["optimizer"])
@@ -315,3 +315,14 @@ def _read(
         print_rank_0("WARNING: the checkpoint's random states are those of another kind of device: dropout goes on with other masks")
     if taken.random_states and (states is None or states.unique_key != rng_object(None).unique_key):
         print_rank_0("  the checkpoint is of another layout: random states were taken where it has them, the others are fresh")
+
+
+def _load(wanted: dict[str, Any], checkpoint: StoredCheckpoint) -> dict[str, Any]:
+    try:
+        return checkpoint.load(wanted)
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError as error:
+        if "optimizer.state." not in str(error):
+            raise
+        raise CheckpointError(f"{error}\ngive --no-load-optim to train on with a fresh optimizer") from None
