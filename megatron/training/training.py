@@ -104,7 +104,8 @@ def _pretrain(
             print_rank_0(f"training from iteration {state.iteration + 1} to {run.train_iters}")
             train(run, batches, callbacks)
         elif not args.skip_train:
-            print_rank_0(f"nothing to train: iteration {state.iteration} of {run.train_iters} is done (raise --train-iters to go on)")
+            done = f"iteration {state.iteration} of {run.train_iters} is done"
+            print_rank_0(f"training already complete: {done} (raise --train-iters to go on)")
         if run.stop_reason is None:
             for callback in callbacks:
                 callback.on_run_complete(run)
