@@ -5,7 +5,7 @@ A process has one device: the accelerator that `set_device` chose, or the CPU.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -190,6 +190,45 @@ def mark_profile(on: bool) -> bool:
         return False
     (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
     return True
+
+
+def use_stream_of_its_own() -> None:
+    """From here on this process queues its work on another stream than the default one, which CUDA graphs cannot record."""
+    if has_accelerator():
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
+def graph_pool() -> Any:
+    """Memory for CUDA graphs that are launched in the order in which they were recorded."""
+    return torch.cuda.graph_pool_handle()
+
+
+def capture_graph(work: Callable[[], None], pool: Any, random_states: Sequence[torch.Generator] = ()) -> Callable[[], None]:
+    """Record the kernels that `work` launches, without running them; the returned function launches them all at once."""
+    graph = torch.cuda.CUDAGraph()
+    for state in random_states:
+        graph.register_generator_state(state)
+    # threads of NCCL and of data loaders go on with calls that a recording of the whole process would forbid
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        work()
+    return graph.replay
+
+
+def new_generator(seed: int) -> torch.Generator:
+    """A generator of the device."""
+    return torch.Generator(current_device()).manual_seed(seed)
+
+
+@contextmanager
+def default_generator_drawing_from(state: torch.Generator) -> Iterator[None]:
+    """Inside, the device's default generator draws from `state` and moves it on. Unlike set_rng_state a CUDA graph can record it."""
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = default.graphsafe_get_state()
+    default.graphsafe_set_state(state)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(before)
 
 
 class Stopwatch:

@@ -26,10 +26,10 @@ from megatron.training.argument_utils import (
     check_tokens,
     yaml_tokens,
 )
-from megatron.training.config import checks, checks_files, checks_layout, checks_moe
+from megatron.training.config import TokenizerFlags, checks, checks_files, checks_graphs, checks_layout, checks_moe
 from megatron.training.config.checks import was_given
 from megatron.training.config.data_lists import fill_from_files
-from megatron.training.config.fields import ARCHITECTURE
+from megatron.training.resume_checks import architecture_flags
 
 __all__ = [
     "Problem",
@@ -158,7 +158,7 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
 
 def _rules() -> list[Callable[[argparse.Namespace], Any]]:
     rules = [rule for rule in checks.RULES if rule is not checks.check_ranges]
-    return [*rules, *checks_layout.RULES, *checks_moe.RULES, *checks_files.RULES]
+    return [*rules, *checks_layout.RULES, *checks_moe.RULES, *checks_graphs.RULES, *checks_files.RULES]
 
 
 def _other_activation_given(args: argparse.Namespace, dest: str) -> bool:
@@ -319,11 +319,8 @@ def record_for_elastic(text: str) -> None:
 
 def architecture_conflicts(args: argparse.Namespace, checkpoint_args: Mapping[str, Any]) -> list[Problem]:
     """Flags that the user gave and that contradict the model in the checkpoint."""
-    dests = [dest for dest, field in all_fields().items() if field.metadata["checkpoint"] == ARCHITECTURE]
-    if checkpoint_args.get("position_embedding_type") == "learned_absolute":
-        dests.append("max_position_embeddings")  # the rows of a table of weights
     found = []
-    for dest in dests:
+    for dest in architecture_flags(checkpoint_args):
         saved = checkpoint_args.get(dest)
         if saved is not None and was_given(args, dest) and saved != getattr(args, dest):
             found.append(checks.problem(args, dest, f"the checkpoint's model has {checks.text_of(saved)}", _as_typed(dest, saved)))
@@ -336,6 +333,9 @@ def _as_typed(dest: str, value: Any) -> str:
         switched_by = all_fields()[dest].default is not True
         return checks.name_of(dest) if value == switched_by else f"without {checks.name_of(dest)}"
     return f"{checks.name_of(dest)} {checks.text_of(value)}"
+
+
+_VOCABULARY_ROWS = {"padded_vocab_size", "make_vocab_size_divisible_by"}  # the model's, whatever the tokenizer is
 
 
 def apply_checkpoint_args(args: argparse.Namespace, checkpoint_args: Mapping[str, Any]) -> list[str]:
@@ -351,9 +351,10 @@ def apply_checkpoint_args(args: argparse.Namespace, checkpoint_args: Mapping[str
     if problems:
         raise UsageError(problems)
     taken, kept = [], []
+    left_out = set() if args.use_tokenizer_model_from_checkpoint_args else {field.name for field in dataclasses.fields(TokenizerFlags)}
     for dest, field in all_fields().items():
         saved = checkpoint_args.get(dest)
-        if field.metadata["checkpoint"] is None or saved is None:
+        if field.metadata["checkpoint"] is None or saved is None or dest in left_out - _VOCABULARY_ROWS:
             continue
         if not was_given(args, dest):
             if saved != getattr(args, dest):

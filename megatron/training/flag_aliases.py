@@ -106,6 +106,7 @@ STANDS_FOR: dict[str, tuple[str, str]] = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
     "use_flash_attn": ("attention_backend", "flash"),
     "recompute_activations": ("recompute_granularity", "selective"),
+    "enable_cuda_graph": ("cuda_graph_impl", "local"),
     "fp8_hybrid": ("fp8", "hybrid"),
     "fp8_e4m3": ("fp8", "e4m3"),
 }

@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
 from megatron.training import failure, global_vars, phase
+from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import microbatches_calculator_args, parse_args, validate_args
 from megatron.training.config.checks_layout import virtual_stages
 
@@ -41,7 +42,7 @@ def initialize_megatron(
     if str(level).isdigit():
         logging.getLogger().setLevel(int(level))
     start_processes(args)
-    set_random_seed(args.seed)
+    set_random_seed(args.seed, recordable=args.cuda_graph_impl != "none")
     init_num_microbatches_calculator(*microbatches_calculator_args(args))
     timers = Timers(args.timing_log_level, args.timing_log_option)
     global_vars.set_global("timers", timers)
@@ -55,6 +56,10 @@ def start_processes(args: argparse.Namespace) -> None:
     if args.deterministic_mode:
         device.set_deterministic()
     device.set_device(args.local_rank)
+    if args.cuda_graph_impl != "none":
+        if not device.has_accelerator():
+            raise UsageError([Problem("--cuda-graph-impl", args.cuda_graph_impl, "needs a GPU", "--cuda-graph-impl none")])
+        device.use_stream_of_its_own()
     if not device.has_accelerator() and "OMP_NUM_THREADS" not in os.environ and args.world_size == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
     if not dist.is_initialized():
@@ -96,10 +101,13 @@ def set_timeout(seconds: float) -> None:
         watch.timeout = seconds
 
 
-def set_random_seed(seed: int) -> None:
-    """Seed every generator. Data-parallel ranks share seeds; pipeline stages do not, nor, inside the tracker, tensor-parallel ranks."""
+def set_random_seed(seed: int, recordable: bool = False) -> None:
+    """Seed every generator, with `recordable` so that CUDA graphs can draw from them.
+
+    Data-parallel ranks share seeds; pipeline stages do not, nor, inside the tracker, tensor-parallel ranks.
+    """
     seed = seed + PIPELINE_SEED_STRIDE * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     device.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=recordable)

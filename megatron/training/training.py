@@ -12,6 +12,7 @@ from megatron.core.enums import ModelType
 from megatron.core.flops import model_flops
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.cuda_graphs import FullCudaGraphWrapper
 from megatron.core.transformer.moe.settings import moe_layer_pattern
 from megatron.training import errors, failure
 from megatron.training.arguments import finalize_args, parse_and_validate
@@ -85,7 +86,7 @@ def _pretrain(
         optimizer=optimizer,
         scheduler=scheduler,
         forward_step_func=forward_step_func,
-        forward_backward_func=get_forward_backward_func(),
+        forward_backward_func=_forward_backward_func(args),
         state=state,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -103,13 +104,19 @@ def _pretrain(
             print_rank_0(f"training from iteration {state.iteration + 1} to {run.train_iters}")
             train(run, batches, callbacks)
         elif not args.skip_train:
-            print_rank_0(f"nothing to train: iteration {state.iteration} of {run.train_iters} is done (raise --train-iters to go on)")
+            done = f"iteration {state.iteration} of {run.train_iters} is done"
+            print_rank_0(f"training already complete: {done} (raise --train-iters to go on)")
         if run.stop_reason is None:
             for callback in callbacks:
                 callback.on_run_complete(run)
     finally:
         for callback in callbacks:
             callback.close()
+
+
+def _forward_backward_func(args: argparse.Namespace) -> Callable:
+    function = get_forward_backward_func()
+    return FullCudaGraphWrapper(function, args.cuda_graph_warmup_steps) if args.cuda_graph_impl == "full_iteration" else function
 
 
 def flops_of_sample(args: argparse.Namespace) -> float:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import load_torch, plain_namespace
+from megatron.training.checkpoint_formats import open_checkpoint
 from megatron.training.optimizer_buckets import place_in_buckets
 from tests.functional.runner import on, train
 from tests.functional.test_golden_continuation import continue_run
@@ -133,7 +134,7 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
 
     claimed: arguments that the checkpoint has instead of that layout's.
     """
-    tensors, common = dist_checkpointing.load_plain_tensors(source), dist_checkpointing.load_common_state_dict(source)
+    tensors, common = dist_checkpointing.load_plain_tensors(source), open_checkpoint(source).common()
     contents: dict[str, Any] = {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
     with_experts = any(".experts." in key for key in contents) and not ranks.mixed
     groups = common.pop("optimizer")["param_groups"]
@@ -150,7 +151,7 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
             name = f"chained_1.optimizer.distributed.dp_group_idx_{expert}"
             for number, one in enumerate(flat(registered_experts(ranks, own, expert), ranks.bucket)):
                 contents[f"{name}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}.{state}"] = one
-            of_experts = [group for group in groups if group["is_expert_parallel"]]
+            of_experts = [group | {"is_expert_parallel": True} for group in groups if group["wd_mult"]]
             contents[f"{name}.optimizer"] = ShardedObject(f"{name}.optimizer", {"param_groups": of_experts}, (1,), (0,))
     for key, value in contents.items():
         if torch.is_tensor(value):
@@ -250,7 +251,7 @@ def test_parameters_are_placed_as_they_were_written(numels: list[int], bucket: i
 
 def add_legacy_optimizer(source: Path, folder: Path) -> None:
     """Put the optimizer of `source` beside the model of one rank that was written without."""
-    tensors, common = dist_checkpointing.load_plain_tensors(source), dist_checkpointing.load_common_state_dict(source)
+    tensors, common = dist_checkpointing.load_plain_tensors(source), open_checkpoint(source).common()
     flats: dict[str, Any] = {}
     for state in ("param", "exp_avg", "exp_avg_sq"):
         prefix = f"optimizer.state.{state}."
@@ -259,8 +260,7 @@ def add_legacy_optimizer(source: Path, folder: Path) -> None:
     flats["numel_unpadded"] = flats["param"].numel()
     torch.save({"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): flats}}, folder / "distrib_optim.pt")
     file = load_torch(str(folder / "model_optim_rng.pt"))
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in common["optimizer"]["param_groups"]]
-    file |= {"optimizer": {"optimizer": {"param_groups": groups}}, "opt_param_scheduler": common["opt_param_scheduler"]}
+    file |= {"optimizer": {"optimizer": common["optimizer"]}, "opt_param_scheduler": common["opt_param_scheduler"]}
     file["args"] = plain_namespace(vars(file["args"]))
     torch.save(file, folder / "model_optim_rng.pt")
 

@@ -2,6 +2,7 @@
 
 The command is the one that a user would type, on mock data; times are read from its --metrics-file. Printed: seconds from launch to the
 end of the first iteration, then medians of the last 10 of 20 iterations (ms, TFLOP/s per GPU, MFU, tokens per second) and peak memory.
+--breakdown adds two steps after those, profiled: their kernels by kind, against the floor. --profile FOLDER keeps the trace, for Perfetto.
 """
 
 import argparse
@@ -14,8 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from breakdown import breakdown, table
+
 ROOT = Path(__file__).resolve().parents[2]
 LAST = 10
+PROFILED = 2  # steps
 
 COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --no-create-attention-mask-in-dataloader --lr 1e-4 --lr-decay-style constant "
@@ -53,13 +59,18 @@ CONFIGURATIONS |= {
 }
 
 
-def run(name: str, iterations: int, processes: int, extra: list[str]) -> dict:
-    """Run it and return the numbers. The trainer's own output goes to ours."""
+def run(name: str, iterations: int, processes: int, extra: list[str], profile: Path | None = None) -> dict:
+    """Run it and return the numbers. The trainer's own output goes to ours. `profile`: a folder for the kernels of two steps more."""
     script, flags = CONFIGURATIONS[name]
+    last_step = iterations
+    if profile is not None:
+        last_step += PROFILED
+        steps = f"--profile-step-start {iterations} --profile-step-end {last_step}"
+        extra = [*extra, *f"--profile --use-pytorch-profiler {steps} --tensorboard-dir".split(), str(profile)]
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(iterations)]
+        command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(last_step)]
         command += ["--metrics-file", str(metrics), *extra]
         print("$ " + shlex.join(command), flush=True)
         started = time.time()
@@ -72,7 +83,7 @@ def run(name: str, iterations: int, processes: int, extra: list[str]) -> dict:
         if process.returncode:
             sys.exit(f"{name} ended with code {process.returncode}")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    last = [row for row in rows if "elapsed_ms" in row][-LAST:]
+    last = [row for row in rows if "elapsed_ms" in row and row["iteration"] <= iterations][-LAST:]
 
     def median(key: str) -> float | None:
         values = [row[key] for row in last if row[key] is not None]
@@ -85,6 +96,7 @@ def run(name: str, iterations: int, processes: int, extra: list[str]) -> dict:
         **{key: median(key) for key in ("elapsed_ms", "tflops", "mfu", "tokens_per_second")},
         "peak_memory_gib": max(row["memory"] for row in last) / 2**30,
         "last_loss": last[-1]["lm_loss"],
+        **({} if profile is None else {"kernels": breakdown(profile / "profile" / "kernels-rank-0.json")}),
     }
 
 
@@ -94,12 +106,19 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", help="write the numbers to this file too")
+    parser.add_argument("--breakdown", action="store_true", help="profile two steps more, and print their kernels by kind")
+    parser.add_argument("--profile", metavar="FOLDER", help="the same, and keep the trace there")
     options, extra = parser.parse_known_args()
-    numbers = run(options.name, options.iterations, options.processes, extra)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.profile or scratch) if options.breakdown or options.profile else None
+        numbers = run(options.name, options.iterations, options.processes, extra, folder)
     if options.json:
         Path(options.json).write_text(json.dumps(numbers, indent=1))
+    kernels = numbers.pop("kernels", None)
     for key, value in numbers.items():
         print(f"{key:>28}: {value:,.3f}" if isinstance(value, float) else f"{key:>28}: {value}")
+    if kernels is not None:
+        print(table(kernels, options.name, numbers["elapsed_ms"]))
 
 
 if __name__ == "__main__":

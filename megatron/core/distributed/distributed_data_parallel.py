@@ -110,8 +110,12 @@ class DistributedDataParallel(nn.Module):
         self.bucket_groups = [buffer.buckets[index] for buffer, index in self._sequence]
         self._overlap = ddp_config.overlap_grad_reduce and any(buffer.num_ranks > 1 for buffer in self.grad_buffers)
         self._readiness = _BucketReadiness(self._sequence) if self._overlap else None
+        graphs = getattr(config, "cuda_graph_impl", "none")
+        self._layer_graphs = graphs == "local"
+        # a graph cannot wait for what was started outside of it
+        gather_in_background = ddp_config.overlap_param_gather and graphs == "none"
         self._param_gather = (
-            ParamGather(self.grad_buffers, module, ddp_config.overlap_param_gather) if ddp_config.use_distributed_optimizer else None
+            ParamGather(self.grad_buffers, module, gather_in_background) if ddp_config.use_distributed_optimizer else None
         )
         for buffer in self.grad_buffers:
             for param in buffer.params:
@@ -190,11 +194,16 @@ class DistributedDataParallel(nn.Module):
             self.is_last_microbatch = True
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step. Gradients are not cleared but overwritten by their first writer."""
+        """Begin a step. Gradients are not cleared but overwritten by their first writer, unless layers' CUDA graphs add to them."""
         for buffer in self.grad_buffers:
-            buffer.reset()
+            buffer.reset(cleared=self._layer_graphs)
         if self._readiness is not None:
             self._readiness.reset()
+
+    def note_recorded_step(self) -> None:
+        """A CUDA graph has done what a step does to the gradients, finish_grad_sync included."""
+        for buffer in self.grad_buffers:
+            buffer.note_reduced()
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start the reductions that were not started yet; in the background with overlap_grad_reduce.

@@ -208,13 +208,22 @@ class ParamAndGradBuffer:
         )
         self._nonfinite_reported = [[0] * len(bucket.names) for bucket in self.buckets]
 
-    def reset(self) -> None:
-        """Begin a step: the next write to each main_grad overwrites it. No memory is touched."""
+    def reset(self, cleared: bool = False) -> None:
+        """Begin a step: the next write to each main_grad overwrites it, and no memory is touched; `cleared`: all hold zeros to add to."""
+        if cleared:
+            self.grad_data.zero_()
         for param in self.params:
-            param.main_grad_filled = False  # type: ignore[attr-defined]
+            param.main_grad_filled = cleared  # type: ignore[attr-defined]
         for bucket in self.buckets:
             assert bucket.work is None, "a new step began before finish_grad_sync"
             bucket.dispatched = False
+
+    def note_reduced(self) -> None:
+        """What a step does to the gradients was done elsewhere."""
+        for param in self.params:
+            param.main_grad_filled = True  # type: ignore[attr-defined]
+        for bucket in self.buckets:
+            bucket.dispatched = True
 
     def zero_unfilled(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Zero the main_grad of parameters that nothing wrote in this step."""

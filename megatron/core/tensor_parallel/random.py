@@ -18,23 +18,36 @@ _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
 
 
 class CudaRNGStatesTracker:
-    """Random states of the device by name; `fork(name)` runs on one of them."""
+    """Random states of the device by name; `fork(name)` runs on one of them.
+
+    With `recordable` a state is a generator on the GPU, which CUDA graphs can record and move on; it draws the same numbers.
+    """
 
     def __init__(self) -> None:
-        self.states_: dict[str, torch.Tensor] = {}
+        self.states_: dict[str, Any] = {}  # tensors, or generators
         self.seeds_: set[int] = set()
+        self.recordable = False
 
     def is_initialized(self) -> bool:
         return bool(self.states_)
 
-    def reset(self) -> None:
+    def reset(self, recordable: bool = False) -> None:
         self.states_, self.seeds_ = {}, set()
+        self.recordable = recordable and device.has_accelerator()
+
+    def generators(self) -> list[torch.Generator]:
+        """The states that a CUDA graph is to register."""
+        return list(self.states_.values()) if self.recordable else []
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        return dict(self.states_)
+        return {name: state.get_state() if self.recordable else state for name, state in self.states_.items()}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        self.states_ = dict(states)
+        if not self.recordable:
+            self.states_ = dict(states)
+            return
+        for name, state in states.items():  # in place: graphs know the generators
+            self.states_.setdefault(name, device.new_generator(0)).set_state(state)
 
     def add(self, name: str, seed: int) -> None:
         """A new state, seeded. Raises ValueError when the name or the seed is already there."""
@@ -43,6 +56,9 @@ class CudaRNGStatesTracker:
                 f"random state {name!r}, seed {seed}: both must be new; there are {sorted(self.states_)} with {sorted(self.seeds_)}"
             )
         self.seeds_.add(seed)
+        if self.recordable:
+            self.states_[name] = device.new_generator(seed)
+            return
         before = device.get_rng_state()
         cpu_before = torch.get_rng_state()
         device.manual_seed(seed)
@@ -55,6 +71,10 @@ class CudaRNGStatesTracker:
         """Draw from the state `name` inside, then go back to the state before. Raises ValueError for an unknown name."""
         if name not in self.states_:
             raise ValueError(f"random state {name!r} does not exist; call model_parallel_cuda_manual_seed(seed) first")
+        if self.recordable:
+            with device.default_generator_drawing_from(self.states_[name]):
+                yield
+            return
         before = device.get_rng_state()
         device.set_rng_state(self.states_[name])
         try:
@@ -70,8 +90,8 @@ _tracker = CudaRNGStatesTracker()
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
-    """The tracker of this process. It also serves a CPU."""
-    _refuse_other_trackers(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    """The tracker of this process. It also serves a CPU. `use_cudagraphable_rng` counts when it is seeded."""
+    _refuse_other_trackers(use_te_rng_tracker, inference_rng_tracker)
     return _tracker
 
 
@@ -80,8 +100,8 @@ def dropout_state(config: Any, dropout: float) -> contextlib.AbstractContextMana
     return get_cuda_rng_tracker().fork() if config.sequence_parallel and dropout else contextlib.nullcontext()
 
 
-def _refuse_other_trackers(te: bool, inference: bool, cudagraphable: bool) -> None:
-    for name, value in (("te_rng_tracker", te), ("inference_rng_tracker", inference), ("use_cudagraphable_rng", cudagraphable)):
+def _refuse_other_trackers(te: bool, inference: bool) -> None:
+    for name, value in (("te_rng_tracker", te), ("inference_rng_tracker", inference)):
         if value:
             raise ValueError(f"{name} is not built yet; leave it out")
 
@@ -98,15 +118,16 @@ def model_parallel_cuda_manual_seed(
 ) -> None:
     """Seed the default state with `seed` and the named states with offsets of it by rank (Megatron's offsets).
 
-    Ranks left None come from `parallel_state`. Data-parallel replicas get the same states: add to `seed` where they should differ.
+    `use_cudagraphable_rng`: see CudaRNGStatesTracker. Ranks left None come from `parallel_state`. Data-parallel replicas get the same
+    states: add to `seed` where they should differ.
     """
     from megatron.core import parallel_state
 
-    _refuse_other_trackers(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    _refuse_other_trackers(te_rng_tracker, inference_rng_tracker)
     tp_rank = parallel_state.get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
     ep_rank = parallel_state.get_expert_model_parallel_rank() if ep_rank is None else ep_rank
     etp_rank = parallel_state.get_expert_tensor_parallel_rank() if etp_rank is None else etp_rank
-    _tracker.reset()
+    _tracker.reset(recordable=use_cudagraphable_rng)
     device.manual_seed(seed)
     _tracker.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
     _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tp_rank)

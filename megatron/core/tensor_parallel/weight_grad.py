@@ -16,6 +16,7 @@ from megatron.core.fp8.quantize import Operand
 
 WeightGradQueue = list[tuple[Any, Any, Any]]  # arguments of write_weight_grad
 _put_off: WeightGradQueue | None = None  # not of a thread: autograd calls backwards from threads of its own
+_noted: list[Any] | None = None  # parameters written while a CUDA graph is recorded
 
 
 @contextmanager
@@ -30,6 +31,17 @@ def put_off_weight_grads(queue: WeightGradQueue) -> Iterator[None]:
         yield
     finally:
         _put_off = before
+
+
+@contextmanager
+def note_written(params: list[Any]) -> Iterator[None]:
+    """Within it parameters whose gradient was written are appended to `params` instead of being marked: a recording computes nothing."""
+    global _noted
+    before, _noted = _noted, params
+    try:
+        yield
+    finally:
+        _noted = before
 
 
 def write_weight_grad(weight: Any, grad_output: torch.Tensor | Operand, inputs: torch.Tensor | Operand) -> None:
@@ -48,7 +60,7 @@ def write_weight_grad(weight: Any, grad_output: torch.Tensor | Operand, inputs: 
             main_grad.add_(product(grad_output, inputs, main_grad.dtype))
         else:
             product(grad_output, inputs, main_grad.dtype, out=main_grad)
-        _mark_written(weight)
+        mark_written(weight)
         return
     assert not isinstance(inputs, Operand)
     left = grad_output.t()
@@ -57,13 +69,13 @@ def write_weight_grad(weight: Any, grad_output: torch.Tensor | Operand, inputs: 
             main_grad.addmm_(left, inputs)
         else:
             torch.mm(left, inputs, out=main_grad)
-        _mark_written(weight)
+        mark_written(weight)
     elif device.on_accelerator(main_grad) and main_grad.dtype is torch.float32:
         if weight.main_grad_filled:
             torch.ops.aten.addmm.dtype_out(main_grad, left, inputs, main_grad.dtype, out=main_grad)
         else:
             torch.ops.aten.mm.dtype_out(left, inputs, main_grad.dtype, out=main_grad)
-        _mark_written(weight)
+        mark_written(weight)
     else:
         add_to_main_grad(weight, torch.mm(left, inputs))
 
@@ -86,7 +98,7 @@ def add_to_main_grad(param: Any, grad: torch.Tensor) -> None:
         param.main_grad.add_(grad)
     else:
         param.main_grad.copy_(grad)
-    _mark_written(param)
+    mark_written(param)
 
 
 def write_embedding_grad(weight: Any, ids: torch.Tensor, grad: torch.Tensor) -> None:
@@ -97,10 +109,14 @@ def write_embedding_grad(weight: Any, ids: torch.Tensor, grad: torch.Tensor) -> 
         weight.main_grad.zero_()
     if ids.numel():
         embedding.add_rows(weight.main_grad, ids, grad)
-    _mark_written(weight)
+    mark_written(weight)
 
 
-def _mark_written(param: Any) -> None:
+def mark_written(param: Any) -> None:
+    """A gradient was added to the parameter's main_grad: say so."""
+    if _noted is not None:
+        _noted.append(param)
+        return
     param.main_grad_filled = True
     ready = getattr(param, "grad_ready", None)
     if ready is not None:
@@ -127,4 +143,4 @@ def write_grouped_weight_grad(weight: Any, parts: list[tuple[torch.Tensor, torch
             torch.ops.aten.addmm.dtype_out(part, grad.t(), inputs, main_grad.dtype, out=part)
         else:
             torch.ops.aten.mm.dtype_out(grad.t(), inputs, main_grad.dtype, out=part)
-    _mark_written(weight)
+    mark_written(weight)

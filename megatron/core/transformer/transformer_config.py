@@ -12,6 +12,7 @@ from megatron.core.fusions.fused_layer_norm import NORMALIZATIONS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
 from megatron.core.transformer.attention_masks import window_problems
+from megatron.core.transformer.cuda_graph_rules import cuda_graph_problems
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.settings import moe_layer_pattern, moe_problems
@@ -58,6 +59,8 @@ _USED = (
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
+    "cuda_graph_impl",
+    "cuda_graph_warmup_steps",
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -243,6 +246,7 @@ class TransformerConfig(ModelParallelConfig):
     multi_latent_attention: bool = False
     mtp_num_layers: int | None = None
     cuda_graph_impl: str = "none"
+    cuda_graph_warmup_steps: int = 3
     cpu_offloading: bool = False
 
     def __post_init__(self) -> None:
@@ -328,6 +332,7 @@ class TransformerConfig(ModelParallelConfig):
             attention_dropout=self.attention_dropout,
             window=self.window_size is not None,
         )
+        yield from cuda_graph_problems(self, self.num_moe_experts)
         yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
         yield from fp8_problems(self, self.num_layers, self.num_query_groups)
 

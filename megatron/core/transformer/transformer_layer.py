@@ -10,6 +10,7 @@ from megatron.core.fp8.model import use_fp8
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import RecomputedOutput, checkpoint, dropout_state
+from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
@@ -126,10 +127,16 @@ class TransformerLayer(MegatronModule):
             self.mlp.set_layer_number(layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
         use_fp8(self, config, layer_number)
+        self.graphs = LayerGraphs(self, config, vp_stage or 0) if config.cuda_graph_impl == "local" else None
         if config.recomputes("layernorm") and all(isinstance(n, IdentityOp) for n in (self.input_layernorm, self.pre_mlp_layernorm)):
             raise ValueError(
                 "recompute_modules layernorm: this layer's norms are parts of its linears; leave layernorm out of recompute_modules"
             )
+
+    def __call__(self, hidden_states: torch.Tensor, *positional: Any, **arguments: Any) -> Any:
+        if self.graphs is not None and not positional and self.graphs.usable(hidden_states, arguments):
+            return self.graphs(hidden_states, arguments)
+        return super().__call__(hidden_states, *positional, **arguments)
 
     def forward(
         self,

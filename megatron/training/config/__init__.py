@@ -5,7 +5,7 @@
 
 from megatron.training.config.data import DataFlags, TokenizerFlags
 from megatron.training.config.fp8 import Fp8Flags
-from megatron.training.config.model import AttentionFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
+from megatron.training.config.model import AttentionFlags, GraphFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
 from megatron.training.config.moe import MoEFlags
 from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
 from megatron.training.config.output import CheckpointFlags, LoggingFlags, ProfilingFlags
@@ -17,6 +17,7 @@ SECTIONS: tuple[type, ...] = (
     PositionFlags,
     NormFlags,
     KernelFlags,
+    GraphFlags,
     RecomputeFlags,
     MoEFlags,
     ParallelismFlags,

@@ -15,6 +15,7 @@ from megatron.core.fp8.settings import fp8_problems
 from megatron.core.num_microbatches_calculator import parse_step_batch_size_schedule
 from megatron.core.transformer.recompute import recompute_problems
 from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
+from megatron.training.checkpoint_names import legacy_problem
 from megatron.training.config.fp8 import Fp8Flags
 from megatron.training.config.moe import MoEFlags
 
@@ -359,10 +360,10 @@ def check_run(args: Args) -> Iterator[Problem]:
         if value is not None and value is not False and not getattr(args, needs):
             yield problem(args, dest, f"needs {name_of(needs)}", f"{name_of(needs)} {'NAME' if needs == 'wandb_exp_name' else 'FOLDER'}")
     if args.ckpt_format == "torch" and args.save:
-        experts_alike = args.expert_tensor_parallel_size in (None, args.tensor_model_parallel_size)
-        if args.num_experts and not experts_alike:
-            rule = f"does not write experts of --expert-tensor-parallel-size {args.expert_tensor_parallel_size}, other than the tensor size"
-            yield problem(args, "ckpt_format", rule, "torch_dist")
+        sizes = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
+        why = legacy_problem(*sizes, args.expert_tensor_parallel_size or sizes[0]) if args.num_experts and min(sizes) > 0 else None
+        if why:
+            yield problem(args, "ckpt_format", f"cannot hold these experts: {why}", "torch_dist")
     if args.async_save and args.ckpt_format != "torch_dist":
         yield problem(args, "async_save", f"writes torch_dist, and --ckpt-format is {args.ckpt_format}", "--ckpt-format torch_dist")
     if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:
@@ -409,6 +410,8 @@ def dropped_flags(args: Args) -> Iterator[str]:
         yield f"--loss-scale {args.loss_scale:g} has no effect without --fp16"
     if args.grad_reduce_in_bf16 and not args.bf16:
         yield "--grad-reduce-in-bf16 has no effect without --bf16"
+    if args.overlap_param_gather and args.cuda_graph_impl != "none":
+        yield "--overlap-param-gather: parameters are gathered at once with --cuda-graph-impl: a graph cannot wait for what began outside"
     if args.timing_log_level == 2:
         yield "--timing-log-level 2 shows what 1 does, and timers of level 2 that the script itself starts"
     yield from _expert_notes(args)

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from megatron.core.transformer.cuda_graph_rules import IMPLEMENTATIONS
 from megatron.core.transformer.recompute import BUILT_MODULES, DEFAULT_MODULES, GRANULARITIES, METHODS
 from megatron.training.config.converters import moe_freq_type, tuple_type
 from megatron.training.config.fields import ARCHITECTURE, SETTING, flag
@@ -158,6 +159,23 @@ class KernelFlags:
         True,
         "Weight gradients are computed first and added after, not by one matrix product.",
         names=("--no-gradient-accumulation-fusion",),
+    )
+
+
+@dataclass
+class GraphFlags:
+    """CUDA graphs: kernels that are recorded once and launched together, for models whose kernels are too short for the host."""
+
+    cuda_graph_impl: str = flag(
+        "none",
+        "`local`: forward and backward of every layer; `full_iteration`: all forwards and backwards of a step.",
+        choices=("none", "local", "transformer_engine", "full_iteration"),
+        built=IMPLEMENTATIONS,
+    )
+    cuda_graph_warmup_steps: int = flag(3, "What runs as usual before it is recorded: micro batches of a layer, or steps.", minimum=1)
+    enable_cuda_graph: bool = flag(False, "The same as --cuda-graph-impl local.")
+    te_rng_tracker: bool = flag(
+        False, "Random states that CUDA graphs can record.", no_effect="they are used wherever there are graphs, and draw the same numbers"
     )
 
 
