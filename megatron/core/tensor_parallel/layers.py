@@ -327,10 +327,14 @@ class RowParallelLinear(torch.nn.Module):
             output = linear_with_grad_accumulation_and_async_allreduce(
                 input_, self.weight, added, config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
             )
-        if not alone:
+        return self.summed(output)
+
+    def summed(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `forward` returns, of this rank's part of the sum (which has the bias where there is one rank)."""
+        if get_pg_size(self.tp_group) > 1:
             reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
             output = reduce(output, group=self.tp_group)
-            output = output if bias is None else output + bias
+            output = output if self.skip_bias_add or self.bias is None else output + self.bias
         return output, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fp8 import swiglu_mlp
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
@@ -88,6 +89,8 @@ class MLP(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._is_one_function(hidden_states):
+            return self.linear_fc2.summed(swiglu_mlp.swiglu_mlp(self.linear_fc1, self.linear_fc2, hidden_states))
         intermediate, _ = self.linear_fc1(hidden_states)
         if not self.is_expert:
             if per_token_scale is not None:
@@ -101,6 +104,12 @@ class MLP(MegatronModule):
             output = output + (bias * scale.unsqueeze(-1)).to(output.dtype)
         act.free_until_backward_of(output)
         return output, None
+
+    def _is_one_function(self, x: torch.Tensor) -> bool:
+        """Whether FP8 takes linears and activation together."""
+        config = self.config
+        fuses = config.bias_activation_fusion and config.gated_linear_unit and self.activation_func is F.silu and not self.is_expert
+        return fuses and swiglu_mlp.takes(self.linear_fc1, self.linear_fc2, x)
 
     def _activate(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         return activate(self.config, x, scale, self.activation_func)

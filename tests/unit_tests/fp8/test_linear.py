@@ -88,9 +88,10 @@ def test_products_of_the_dequantized_tensors(recipe: str, fused: bool) -> None:
     found = weight.main_grad if fused else weight.grad
     close(found, value(dy_columns) @ value(x_columns).t(), SUMS if fused else BF16)
     close(layer.bias.grad, grad[:, 0].float().sum(0))
-    for operand, original in ((x_rows, x[:, 0]), (w_rows, weight), (dy_columns, torch.nn.functional.pad(grad[:, 0].t(), (0, 8)))):
+    turned = torch.nn.functional.pad(grad[:, 0].t(), (0, 8))
+    for operand, original in ((x_rows, x.detach()[:, 0]), (w_rows, weight.detach()), (dy_columns, turned)):
         mantissa = 2.0**-3 if operand is dy_columns else 2.0**-4
-        torch.testing.assert_close(value(operand), original.detach().float(), rtol=mantissa, atol=1e-2 * float(original.detach().abs().max()))
+        torch.testing.assert_close(value(operand), original.float(), rtol=mantissa, atol=1e-2 * float(original.abs().max()))
 
 
 def test_later_micro_batches_add() -> None:
@@ -171,7 +172,7 @@ def test_scales_follow_the_steps() -> None:
     found = model.fc1.fp8.scaling
     amax = float(x.abs().max()) * 8
     assert float(found.history[0, INPUT]) == amax and float(found.scale[INPUT]) == 2.0 ** int(torch.tensor(448 / amax).log2().floor())
-    assert float(found.history[0, WEIGHT]) == float(model.fc1.weight.abs().max())
+    assert float(found.history[0, WEIGHT]) == float(model.fc1.weight.detach().abs().max())
 
 
 def test_a_weight_is_quantized_once_an_epoch_and_stays_in_its_place() -> None:
@@ -191,7 +192,7 @@ def test_a_weight_is_quantized_once_an_epoch_and_stays_in_its_place() -> None:
 
 
 def test_which_layers_and_which_linears() -> None:
-    layers = {"num_layers": 4, "hidden_size": HIDDEN, "num_attention_heads": 4, "bf16": True, "first_last_layers_bf16": True}
+    layers: dict[str, Any] = {"num_layers": 4, "hidden_size": HIDDEN, "num_attention_heads": 4, "bf16": True, "first_last_layers_bf16": True}
     config = TransformerConfig(**layers, fp8="e4m3", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1)
     found = []
     for number in range(1, 5):
@@ -228,6 +229,7 @@ def _on_two_ranks(recipe: str, sequence_parallel: bool) -> list[torch.Tensor]:
             for part in parts:
                 dist.all_reduce(part)
         found += parts
+    assert model.fc1.weight.grad is not None and model.fc2.weight.grad is not None
     shards = [model.fc1.weight.grad, model.fc2.weight.grad.t().contiguous()]
     if size > 1:
         shards = [torch.cat([torch.zeros_like(t)] * rank + [t] + [torch.zeros_like(t)] * (1 - rank)) for t in shards]

@@ -12,7 +12,7 @@ BLOCK = 2048  # columns at a time
 
 
 @triton.jit
-def _forward(x, scale, out, columns, stride, WITH_SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_forward(x, scale, out, columns, stride, WITH_SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -25,7 +25,7 @@ def _forward(x, scale, out, columns, stride, WITH_SCALE: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def _backward(
+def swiglu_backward(
     x, scale, grad, grad_x, grad_scale, columns, stride, grad_stride, WITH_SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -65,7 +65,7 @@ class _SwiGLU(torch.autograd.Function):
         out = rows.new_empty(rows.shape[0], columns)
         block = _block(columns)
         grid = (rows.shape[0], triton.cdiv(columns, block))
-        _forward[grid](
+        swiglu_forward[grid](
             rows, rows if flat is None else flat, out, columns, rows.stride(0), WITH_SCALE=flat is not None, WIDE=wide(rows), BLOCK=block
         )
         return out.view(*x.shape[:-1], columns)
@@ -81,7 +81,7 @@ class _SwiGLU(torch.autograd.Function):
         grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format)
         grad_scale = grad_x if scale is None else torch.empty_like(scale)
         block = _block(columns)
-        _backward[(rows.shape[0],)](
+        swiglu_backward[(rows.shape[0],)](
             rows, grad_x if scale is None else scale, grad, grad_x, grad_scale, columns, rows.stride(0), grad.stride(0),
             WITH_SCALE=scale is not None, WIDE=wide(rows), BLOCK=block, num_warps=8,
         )  # fmt: skip
