@@ -192,8 +192,8 @@ def test_a_weight_is_quantized_once_an_epoch_and_stays_in_its_place() -> None:
 
 
 def test_which_layers_and_which_linears() -> None:
-    layers: dict[str, Any] = {"num_layers": 4, "hidden_size": HIDDEN, "num_attention_heads": 4, "bf16": True, "first_last_layers_bf16": True}
-    config = TransformerConfig(**layers, fp8="e4m3", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1)
+    layers: dict[str, Any] = {"num_layers": 4, "hidden_size": HIDDEN, "num_attention_heads": 4, "bf16": True, "fp8": "e4m3"}
+    config = TransformerConfig(**layers, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1)
     found = []
     for number in range(1, 5):
         part = torch.nn.ModuleList([ColumnParallelLinear(HIDDEN, 32, config=config, init_method=torch.nn.init.zeros_)])

@@ -56,7 +56,7 @@ def swiglu_quantize_backward(
     silu = gate * sigmoid
     there = (column < columns)[:, None] & (row < filled)[None, :]
     turned = column[:, None] * filled + row[None, :]
-    out = (silu * up).to(x.dtype.element_ty).to(tl.float32)
+    out = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)  # by the formula of the forward pass, to the bit
     out = saturated(out * (1.0 / tl.load(inverse_out)), LARGEST_OUT).to(out_columns.dtype.element_ty)
     tl.store(out_columns + turned, tl.trans(out), mask=there)
     grad_up = (dy * silu).to(x.dtype.element_ty)
