@@ -67,7 +67,7 @@ def test_schedules_recompute_and_overlap_change_nothing(corpus: Path) -> None:
     assert losses_of(on_ranks(2, *on(corpus, DELAYED, overlapped))) == pytest.approx(alone, rel=2e-3)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_train_the_same(corpus: Path, recipe: str) -> None:
     flags = f"{HYBRID} {recipe} --swiglu --ffn-hidden-size 160"
     alone = losses_of(train(*on(corpus, flags)))
@@ -108,7 +108,7 @@ def test_checkpoints_with_and_without_fp8_state_load_each_other(corpus: Path, tm
         assert result.out.count("no history of scales for 8 linears") == notes
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_experts_with_a_stateless_recipe_save_and_go_on(corpus: Path, tmp_path: Path, recipe: str) -> None:
     """Also on another number of expert-parallel ranks; no metadata where the recipe has no state."""
     flags, folder = f"{HYBRID} {recipe} {MOE}", f"--save {tmp_path} --load {tmp_path}"
