@@ -103,12 +103,14 @@ def tiles() -> None:
     x = torch.randn(TOKENS, 14336, device="cuda").bfloat16()
     hidden = torch.randn(TOKENS, 28672, device="cuda").bfloat16()
     size = x.numel()
-    for tile in ((32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)):
-        quantize.TILE = swiglu_quantize.BACKWARD_TILE = tile
+    for tile in ((64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 256, 16), (256, 128, 16)):
+        quantize.TILE = tile
         attempt(f"quantize {tile}", partial(quantize_tensor, x, E4M3, scale=one, inverse=one, amax=amax), bytes_moved=4 * size)
+    for tile in ((64, 64, 4), (64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 32, 4), (32, 32, 4), (64, 32, 2), (128, 16, 4)):
+        swiglu_quantize.BACKWARD_TILE = tile
         back = partial(swiglu_quantize.backward, hidden, x, E4M3, one, E5M2, one, amax)
         attempt(f"SwiGLU backward {tile}", back, bytes_moved=11 * size)
-    for tile in ((1, 2048, 4), (4, 1024, 8), (8, 512, 8), (16, 256, 8), (32, 256, 8)):
+    for tile in ((4, 512, 4), (4, 1024, 8), (8, 512, 8)):
         swiglu_quantize.FORWARD_TILE = tile
         attempt(f"SwiGLU forward {tile}", partial(swiglu_quantize.forward, hidden, E4M3, one, amax), bytes_moved=5 * size)
 

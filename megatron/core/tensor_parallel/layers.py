@@ -217,7 +217,7 @@ class ColumnParallelLinear(torch.nn.Module):
         if tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
             raise ValueError(f"weight of shape {tuple(weight.shape)} given, expected {(self.output_size_per_partition, self.input_size)}")
         config, bias = self.config, None if self.skip_bias_add else self.bias
-        if self.fp8 is not None:
+        if self.fp8 is not None and weight is self.weight:
             output = self.fp8(
                 input_,
                 bias,

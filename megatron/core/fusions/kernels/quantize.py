@@ -13,7 +13,7 @@ from megatron.core.fp8.formats import LARGEST, SMALLEST_AMAX
 from megatron.core.fp8.quantize import BLOCK, padded
 
 Data = tuple[torch.Tensor | None, torch.Tensor | None]
-TILE = 64, 128, 4  # rows, columns and warps of a program
+TILE = 128, 128, 8  # rows, columns and warps of a program
 _FINITE = tl.constexpr(3.4028234663852886e38)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
 _EXPONENT = tl.constexpr(0x7F800000)
