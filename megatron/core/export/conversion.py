@@ -110,7 +110,7 @@ class HFModel:
 
     def dtype(self) -> torch.dtype:
         """Of the weights, the one of most precision where they differ."""
-        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces for name in piece.names)
+        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces if not piece.fp32 for name in piece.names)
 
     def _check_tensors(self) -> None:
         wanted = {self.find(name): shape for piece in self.pieces for name, shape in hf_shapes(piece, self.sizes).items()}
@@ -146,6 +146,10 @@ def hf_shapes(piece: Piece, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     return {name: tuple(part.shape) for name, part in zip(piece.names, parts, strict=True)}
 
 
+def dtype_of(piece: Piece, weights: torch.dtype) -> torch.dtype:
+    return torch.float32 if piece.fp32 else weights
+
+
 class _UnreadTensor(ShardedTensor):
     """A ShardedTensor whose data is read when it is asked for, each time, and not kept."""
 
@@ -169,7 +173,7 @@ def write_checkpoint(model: HFModel, folder: Path, args: argparse.Namespace, dty
 
     def reader(piece: Piece) -> Callable[[], torch.Tensor]:
         def read() -> torch.Tensor:
-            return piece.join.to_core([model.read(name) for name in piece.names], model.sizes).to(dtype).contiguous()
+            return piece.join.to_core([model.read(name) for name in piece.names], model.sizes).to(dtype_of(piece, dtype)).contiguous()
 
         return read
 
@@ -178,7 +182,7 @@ def write_checkpoint(model: HFModel, folder: Path, args: argparse.Namespace, dty
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
-        "model": {str(number): _UnreadTensor(piece, dtype, reader(piece)) for number, piece in enumerate(model.pieces)},
+        "model": {str(number): _UnreadTensor(piece, dtype_of(piece, dtype), reader(piece)) for number, piece in enumerate(model.pieces)},
     }
     dist_checkpointing.save(contents, folder, content_metadata=CONTENT_METADATA)
 
@@ -249,7 +253,7 @@ class CoreModel:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model does not:{_listed(unknown)}")
 
     def dtype(self) -> torch.dtype:
-        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces)
+        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces if not piece.fp32)
 
     def read(self, wanted: list[Piece]) -> list[torch.Tensor]:
         """The pieces' data, as stored."""
@@ -268,13 +272,13 @@ def _write_pieces(model: CoreModel, wanted: list[Piece], writer: SafetensorsWrit
     """A function of its own, so that nothing of these tensors is left when the next are read."""
     for piece, tensor in zip(wanted, model.read(wanted), strict=True):
         for name, part in zip(piece.names, piece.join.to_hf(tensor, model.sizes), strict=True):
-            writer.write(name, part.to(writer.dtype))
+            writer.write(name, part.to(writer.dtype_of(name)))
 
 
 def write_hf(model: CoreModel, folder: Path, dtype: torch.dtype, largest_file: int = LARGEST_FILE) -> None:
     """`model` as safetensors and config.json in the empty folder."""
-    shapes = {name: shape for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
-    with SafetensorsWriter(folder, shapes, dtype, largest_file) as writer:
+    announced = {name: (shape, dtype_of(piece, dtype)) for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
+    with SafetensorsWriter(folder, announced, largest_file) as writer:
         for layer, group in groupby(model.pieces, key=lambda piece: piece.layer):
             together = list(group)
             for batch in [together] if layer is not None else [[piece] for piece in together]:

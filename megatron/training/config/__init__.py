@@ -4,7 +4,15 @@
 """
 
 from megatron.training.config.data import DataFlags, TokenizerFlags
-from megatron.training.config.model import AttentionFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
+from megatron.training.config.model import (
+    AttentionFlags,
+    KernelFlags,
+    LatentAttentionFlags,
+    ModelFlags,
+    NormFlags,
+    PositionFlags,
+    RecomputeFlags,
+)
 from megatron.training.config.moe import MoEFlags
 from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
 from megatron.training.config.output import CheckpointFlags, LoggingFlags, ProfilingFlags
@@ -13,6 +21,7 @@ from megatron.training.config.training import BatchFlags, DistributedFlags, Eval
 SECTIONS: tuple[type, ...] = (
     ModelFlags,
     AttentionFlags,
+    LatentAttentionFlags,
     PositionFlags,
     NormFlags,
     KernelFlags,
