@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.parts import Block, load_from_parts
 from megatron.core.dist_checkpointing.safe_pickle import load_torch
 from megatron.core.optimizer import has_weight_decay, is_embedding_or_output
 from megatron.training.optimizer_buckets import STATES, place_in_buckets
-from megatron.training.source_layout import KnownModel, SourceLayout, blocks_of, place_of
+from megatron.training.source_layout import KnownModel, SourceLayout, as_stored, blocks_of, place_of
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -117,6 +117,7 @@ class LegacyCheckpoint:
             for (chunk, name), tensor in named.items():
                 place = place_of(name, self.layout, rank[1], chunk, rank[2], known)
                 param = known.params.get(place.key)
+                param = None if param is None else as_stored(param, tuple(tensor.shape), self.layout.tensor)
                 if param is None or _is_copy(rank, param.sharding, name, place.key):
                     continue
                 blocks = blocks_of(place, param, tuple(tensor.shape), rank[0], self.layout.tensor)

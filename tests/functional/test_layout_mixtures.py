@@ -20,6 +20,12 @@ MODELS["moe"] = (
     f"{MODELS['llama']} --num-experts 4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
     "--moe-ffn-hidden-size 96 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 )
+# as DeepSeek's: latents, one dense layer before those with experts
+MODELS["deepseek"] = (
+    f"{MODELS['moe'].replace('--group-query-attention --num-query-groups 2', '')} --multi-latent-attention --q-lora-rank 24 "
+    "--kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 4 --mscale 1.0 "
+    "--mscale-all-dim 1.0 --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 48"
+)
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 VPP = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
@@ -27,7 +33,7 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 CP, EP = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # (processes, flags) of the run that saves after half of its steps, of the one that goes on; models; is it part of the fast tests
-DENSE, EXPERTS = ("gpt", "llama"), ("moe",)
+DENSE, EXPERTS, LATENT = ("gpt", "llama"), ("moe",), ("deepseek",)
 PAIRS = {
     "tp2 sp pp2 to pp2 dp2 sharded": ((4, f"{SP} {PP}"), (4, f"{PP} {SHARDED}"), DENSE, True),
     "tp2 sp dp2 sharded to tp2 sp pp2 vpp2": (
@@ -45,6 +51,13 @@ PAIRS = {
     "ep2 sharded to tp2 sp": ((2, f"{EP} {SHARDED}"), (2, SP), EXPERTS, True),
     "ep2 pp2 to ep4 sharded": ((4, f"{EP} {PP}"), (4, f"--expert-model-parallel-size 4 {SHARDED}"), EXPERTS, False),
     "tp2 sp ep2 etp1 to cp2 ep2": ((2, f"{SP} {EP} --expert-tensor-parallel-size 1"), (2, f"{CP} {EP} {SHARDED}"), EXPERTS, False),
+    "tp2 sp to sharded": ((2, SP), (2, SHARDED), LATENT, True),
+    "one process to tp2 sp pp2 dp2 ep2 recompute": (
+        (1, ""),
+        (8, f"{SP} {PP} {EP} {SHARDED} --recompute-granularity selective --recompute-modules mla_up_proj moe"),
+        LATENT,
+        False,
+    ),
     "ep2 pp2 vpp2 instances to one process": (
         (8, f"{EP} {VPP} {SHARDED} --num-distributed-optimizer-instances 2"),
         (1, ""),
