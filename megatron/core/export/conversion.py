@@ -77,7 +77,8 @@ class HFModel:
     """A folder's model: its family, flags, sizes, and the tensors that the table says it must have.
 
     untie: a tied model's head becomes a tensor of its own, a copy of its embedding. Raises ConversionError for a family or a setting that
-    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table.
+    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table. left_out: names of
+    tensors that are known and have no place in our model.
     """
 
     def __init__(self, folder: str | os.PathLike[str], untie: bool = False) -> None:
@@ -125,12 +126,20 @@ class HFModel:
         ]
         if wrong:
             raise ConversionError(f"{self.folder} has tensors of another shape:{_listed(wrong)}")
-        unknown = {name for name in there - wanted.keys() if not name.endswith(self.family.ignored)}
+        self.left_out = self._of_later_layers(there - wanted.keys())
+        unknown = {name for name in there - wanted.keys() - self.left_out if not name.endswith(self.family.ignored)}
         if "lm_head.weight" in unknown and self.head_is_embedding:
             self._check_tied_head()
             unknown.remove("lm_head.weight")
         if unknown:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model of ours does not:{_listed(unknown)}")
+
+    def _of_later_layers(self, names: set[str]) -> set[str]:
+        """Of DeepSeek-V3's layers behind its last, which predict tokens further ahead and which transformers leaves out too."""
+        if not self.config.get("num_nextn_predict_layers"):
+            return set()
+        layers = range(self.flags["num_layers"], self.flags["num_layers"] + self.config["num_nextn_predict_layers"])
+        return {name for name in names if any(name.startswith(self.family.layers_at.format(l=layer)) for layer in layers)}
 
     def _check_tied_head(self) -> None:
         if not torch.equal(self.files.read("lm_head.weight"), self.read("lm_head.weight")):
