@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import device
 from megatron.core.enums import ModelType
-from megatron.core.flops import model_flops
+from megatron.core.flops import LatentSizes, model_flops
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.cuda_graphs import FullCudaGraphWrapper
@@ -131,6 +131,7 @@ def flops_of_sample(args: argparse.Namespace) -> float:
         gated_linear_unit=args.swiglu or args.quick_geglu,
         seq_length=args.seq_length,
         vocab_size=args.softmax_vocab_size,
+        latents=LatentSizes.of(args),
         **_flops_of_experts(args),
     )
 

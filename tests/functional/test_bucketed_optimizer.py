@@ -50,6 +50,12 @@ BATCH = "--bf16 --num-layers 4 --hidden-size 48 --ffn-hidden-size 68 --swiglu --
 DENSE = f"{BATCH} --disable-bias-linear --untie-embeddings-and-output-weights"
 TIED = f"{BATCH} --add-qkv-bias"
 EXPERTS = f"{BATCH} --disable-bias-linear --num-experts 4 --moe-router-load-balancing-type none"
+LATENT = (
+    f"{DENSE} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--qk-layernorm --position-embedding-type none"
+)
+LATENT_PARTS = ["linear_q_down_proj", "linear_q_up_proj.layer_norm", "linear_q_up_proj", "linear_kv_down_proj"]
+LATENT_PARTS += ["linear_kv_up_proj.layer_norm", "linear_kv_up_proj"]
 NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
 
 
@@ -71,6 +77,10 @@ class Ranks:
         if self.local:
             attention = [attention[2], *attention[:2]]
         attention += ["self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"]
+        # of latent attention the norm before it is always by itself, those of latents are fused or the last
+        latent = [f"self_attention.{part}{'_' if part.endswith('norm') else '.'}weight" for part in LATENT_PARTS]
+        latent = sorted(latent, key=lambda part: part.endswith("norm_weight")) if self.local else latent
+        attention = ["input_layernorm.weight", *attention, *latent]
         mlp = ["pre_mlp_layernorm.weight", "mlp.router.weight", NORM_BEFORE_MLP]
         mlp += [f"mlp.linear_fc{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
         return [f"decoder.layers.{part}" for part in attention + mlp if f"decoder.layers.{part}" in keys]
@@ -80,7 +90,7 @@ def cut(key: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """The part of one layer's tensor that a tensor-parallel rank holds."""
     if re.search(r"linear_fc1\.(weight|bias)$", key):
         return torch.cat([half.chunk(size, 0)[rank] for half in tensor.chunk(2, 0)])
-    if re.search(r"(linear_qkv\.(weight|bias)|word_embeddings\.weight|output_layer\.weight)$", key):
+    if re.search(r"(linear_qkv\.(weight|bias)|_up_proj\.weight|word_embeddings\.weight|output_layer\.weight)$", key):
         return tensor.chunk(size, 0)[rank]
     return tensor.chunk(size, 1)[rank] if re.search(r"(linear_proj|linear_fc2)\.weight$", key) else tensor
 
@@ -193,6 +203,8 @@ LAYOUTS = {
     "tp2_pp2": (DENSE, Ranks(tensor=2, pipeline=2, bucket=9000)),
     "interleaved_tied": (TIED, Ranks(pipeline=2, chunks=2, bucket=5000)),
     "small_buckets_tied": (TIED, Ranks(bucket=3000, local=True)),
+    "latent_tp2": (LATENT, Ranks(tensor=2, bucket=5000)),
+    "latent_local_pp2": (LATENT, Ranks(pipeline=2, local=True)),
     "experts_ep2": (EXPERTS, Ranks(expert=2, bucket=20000)),
     "experts_mixed": (EXPERTS, Ranks(mixed=True, bucket=20000)),
     "experts_grouped_tp2": (EXPERTS, Ranks(tensor=2, expert=4, grouped=True)),

@@ -68,7 +68,8 @@ class HFModel:
     """A folder's model: its family, flags, sizes, and the tensors that the table says it must have.
 
     untie: a tied model's head becomes a tensor of its own, a copy of its embedding. Raises ConversionError for a family or a setting that
-    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table.
+    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table. left_out: names of
+    tensors that are known and have no place in our model.
     """
 
     def __init__(self, folder: str | os.PathLike[str], untie: bool = False) -> None:
@@ -105,7 +106,7 @@ class HFModel:
 
     def dtype(self) -> torch.dtype:
         """Of the weights, the one of most precision where they differ."""
-        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces for name in piece.names)
+        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces if not piece.fp32 for name in piece.names)
 
     def _check_tensors(self) -> None:
         wanted = {self.find(name): shape for piece in self.pieces for name, shape in hf_shapes(piece, self.sizes).items()}
@@ -120,12 +121,20 @@ class HFModel:
         ]
         if wrong:
             raise ConversionError(f"{self.folder} has tensors of another shape:{listed(wrong)}")
-        unknown = {name for name in there - wanted.keys() if not name.endswith(self.family.ignored)}
+        self.left_out = self._of_later_layers(there - wanted.keys())
+        unknown = {name for name in there - wanted.keys() - self.left_out if not name.endswith(self.family.ignored)}
         if "lm_head.weight" in unknown and self.head_is_embedding:
             self._check_tied_head()
             unknown.remove("lm_head.weight")
         if unknown:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model of ours does not:{listed(unknown)}")
+
+    def _of_later_layers(self, names: set[str]) -> set[str]:
+        """Of DeepSeek-V3's layers behind its last, which predict tokens further ahead and which transformers leaves out too."""
+        if not self.config.get("num_nextn_predict_layers"):
+            return set()
+        layers = range(self.flags["num_layers"], self.flags["num_layers"] + self.config["num_nextn_predict_layers"])
+        return {name for name in names if any(name.startswith(self.family.layers_at.format(l=layer)) for layer in layers)}
 
     def _check_tied_head(self) -> None:
         if not torch.equal(self.files.read("lm_head.weight"), self.read("lm_head.weight")):
@@ -139,6 +148,10 @@ def hf_shapes(piece: Piece, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The shapes of the file's tensors that make up a piece, found by taking one apart that has no data."""
     parts = piece.join.to_hf(torch.empty(piece.shape, device="meta"), sizes)
     return {name: tuple(part.shape) for name, part in zip(piece.names, parts, strict=True)}
+
+
+def dtype_of(piece: Piece, weights: torch.dtype) -> torch.dtype:
+    return torch.float32 if piece.fp32 else weights
 
 
 class _UnreadTensor(ShardedTensor):
@@ -233,7 +246,7 @@ class CoreModel:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model does not:{listed(unknown)}")
 
     def dtype(self) -> torch.dtype:
-        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces)
+        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces if not piece.fp32)
 
 
 def vocabulary(saved: Mapping[str, Any]) -> int | None:
@@ -251,13 +264,13 @@ def _write_pieces(model: CoreModel, wanted: list[Piece], writer: SafetensorsWrit
     """A function of its own, so that nothing of these tensors is left when the next are read."""
     for piece, tensor in zip(wanted, read(model.weights, wanted), strict=True):
         for name, part in zip(piece.names, piece.join.to_hf(tensor, model.sizes), strict=True):
-            writer.write(name, part.to(writer.dtype))
+            writer.write(name, part.to(writer.dtype_of(name)))
 
 
 def write_hf(model: CoreModel, folder: Path, dtype: torch.dtype, largest_file: int = LARGEST_FILE) -> None:
     """`model` as safetensors and config.json in the empty folder."""
-    shapes = {name: shape for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
-    with SafetensorsWriter(folder, shapes, dtype, largest_file) as writer:
+    announced = {name: (shape, dtype_of(piece, dtype)) for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
+    with SafetensorsWriter(folder, announced, largest_file) as writer:
         for batch in together(model.pieces):
             _write_pieces(model, batch, writer)
     config = {**model.config, "dtype" if "dtype" in model.config else "torch_dtype": str(dtype).removeprefix("torch.")}

@@ -27,11 +27,15 @@ def listed(items: Iterable[str]) -> str:
 
 
 class Weights(Protocol):
-    """A checkpoint that is there."""
+    """A checkpoint that is there. common: what is no tensor, args, iteration, ...; tensors: key -> the whole weight, without data, and
+    nothing of an optimizer."""
 
-    folder: Path
-    common: Mapping[str, Any]  # what is no tensor: args, iteration, ...
-    tensors: Mapping[str, ShardedTensor]  # key -> the whole weight, without data; nothing of an optimizer
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def common(self) -> Mapping[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, ShardedTensor]: ...
 
     def load(self, shards: list[ShardedTensor]) -> None:
         """Fill their data, in place. Raises CheckpointError for what is missing or of another shape."""

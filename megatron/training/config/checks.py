@@ -142,7 +142,7 @@ def check_model(args: Args) -> Iterator[Problem]:
         rule = f"exceeds the {longest} learned positions of --max-position-embeddings"
         yield problem(args, "seq_length", rule, f"--max-position-embeddings {args.seq_length}")
     channels = args.kv_channels or (hidden // heads if hidden and heads and hidden % heads == 0 else None)
-    if positions == "rope" and channels and int(channels * args.rotary_percent) % 2:
+    if positions == "rope" and channels and not args.multi_latent_attention and int(channels * args.rotary_percent) % 2:
         rule = f"leaves {int(channels * args.rotary_percent)} rotating channels of a head's {channels}: it must be an even number"
         yield problem(args, "rotary_percent", rule, f"--kv-channels {channels + 1}" if channels % 2 else 1.0)
 

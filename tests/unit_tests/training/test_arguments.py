@@ -103,7 +103,6 @@ BAD = [
     ("--recompute-granularity full --recompute-method block", 1, ["--recompute-num-layers", "is required"]),
     ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", 1, ["--recompute-num-layers 9", "between 1 and"]),
-    ("--recompute-granularity selective --recompute-modules mlp mla_up_proj", 1, ["mla_up_proj is not built yet", "core_attn, mlp"]),
     ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "--recompute-granularity selective"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations", 1, ["asks for selective"]),
     ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "needs --use-distributed-optimizer"]),
