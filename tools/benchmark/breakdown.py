@@ -10,7 +10,7 @@ from pathlib import Path
 KINDS = (
     ("communication", r"nccl|symm_mem|all_gather|reduce_scatter"),
     ("attention", r"sdpa|flash|fmha|attention"),
-    ("matrix products", r"gemm|nvjet|cutlass|cublas|xmma|ampere_|sm90_|sm100_|splitk"),
+    ("matrix products", r"gemm|scaled_mm|nvjet|cutlass|cublas|xmma|ampere_|sm90_|sm100_|splitk"),
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|l2norm"),
     ("FP8 quantization", r"quantize|amax"),
     ("cross-entropy", r"cross_entropy"),

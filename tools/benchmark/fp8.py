@@ -5,15 +5,19 @@ tensor and with blocks, in ms and TFLOP/s; a weight gradient that adds to fp32, 
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.fp8 import gemm
 from megatron.core.fp8.formats import E4M3, E5M2
 from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
-from megatron.core.fusions.kernels import scaled_mm
+from megatron.core.fusions.kernels import quantize, scaled_mm, swiglu_quantize
 
 TOKENS = 8192
 LINEARS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}  # outputs, inputs
@@ -91,13 +95,31 @@ def quantization() -> None:
         attempt(f"copy, {width} wide", x.clone, bytes_moved=4 * size)
 
 
+def tiles() -> None:
+    """The kernels by the shape of what a program takes; each shape is compiled."""
+    one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+    x = torch.randn(TOKENS, 14336, device="cuda").bfloat16()
+    hidden = torch.randn(TOKENS, 28672, device="cuda").bfloat16()
+    size = x.numel()
+    for tile in ((32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)):
+        quantize.TILE = swiglu_quantize.BACKWARD_TILE = tile
+        attempt(f"quantize {tile}", partial(quantize_tensor, x, E4M3, scale=one, inverse=one, amax=amax), bytes_moved=4 * size)
+        back = partial(swiglu_quantize.backward, hidden, x, E4M3, one, E5M2, one, amax)
+        attempt(f"SwiGLU backward {tile}", back, bytes_moved=11 * size)
+    for tile in ((1, 2048, 4), (4, 1024, 8), (8, 512, 8), (16, 256, 8), (32, 256, 8)):
+        swiglu_quantize.FORWARD_TILE = tile
+        attempt(f"SwiGLU forward {tile}", partial(swiglu_quantize.forward, hidden, E4M3, one, amax), bytes_moved=5 * size)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("products", "quantization", "all"), nargs="?", default="all")
+    parser.add_argument("part", choices=("products", "quantization", "tiles", "all"), nargs="?", default="all")
     part = parser.parse_args().part
     for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
         for out_dtype in (torch.bfloat16, torch.float32):
             print(f"torch multiplies {kinds} to {out_dtype}: {gemm.cublas_works(*kinds, out_dtype)}", flush=True)
+    if part in ("tiles", "all"):
+        tiles()
     if part in ("quantization", "all"):
         quantization()
     if part in ("products", "all"):

@@ -49,6 +49,7 @@ def _cublas_takes(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
 
 def _cublas(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tensor | None = None, fast: bool = False) -> torch.Tensor:
     scale_b = b.inverse if b.kind == TENSOR else b.inverse.t()
+    fast = fast and a.kind == b.kind == TENSOR  # scales of blocks are applied to sums in fp32
     left, right = a.data, b.data.t()
     if out is None:
         return torch._scaled_mm(left, right, scale_a=a.inverse, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast)

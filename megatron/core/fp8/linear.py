@@ -43,18 +43,34 @@ class Fp8Linear:
     def scaling(self, state: DelayedScaling) -> None:
         self._scaling = state
 
-    def quantize(self, role: int, x: torch.Tensor, *, record: bool, rows: bool, columns: bool, into: Quantized | None = None) -> Quantized:
-        """x [m, k] as `role`. record: what delayed scaling sees of it counts for the next step."""
+    def known_scale(self, role: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(inverse scale [1], amax [1] to raise) of a tensor that delayed scaling has a scale for already."""
+        if self.scaling is None or not self.scaling.is_known[role]:
+            return None
+        return self.scaling.inverse[role : role + 1], self.scaling.amax[role : role + 1]
+
+    def quantize(
+        self,
+        role: int,
+        x: torch.Tensor,
+        *,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        into: Quantized | None = None,
+        found: torch.Tensor | None = None,
+    ) -> Quantized:
+        """x [m, k] as `role`. record: what delayed scaling sees of it counts for the next step. found [1]: x's largest magnitude."""
         dtype, recipe = dtype_of(self.settings, role), self.settings.recipe
         wanted: dict[str, Any] = {"rows": rows, "columns": columns, "into": into}
         if self.scaling is not None:
             if not self.scaling.is_known[role]:
-                self.scaling.first_scale(role, amax_of(x))
+                self.scaling.first_scale(role, amax_of(x) if found is None else found)
             one = slice(role, role + 1)
             amax = self.scaling.amax[one] if record else None
             return quantize_tensor(x, dtype, scale=self.scaling.scale[one], inverse=self.scaling.inverse[one], amax=amax, **wanted)
         if recipe == "tensorwise":
-            return quantize_tensor(x, dtype, **wanted)
+            return quantize_tensor(x, dtype, found=found, **wanted)
         kind = MX_BLOCKS if recipe == "mxfp8" else SQUARE_BLOCKS if role == WEIGHT else ROW_BLOCKS
         return quantize_blocks(x, dtype, kind, **wanted)
 
@@ -103,7 +119,7 @@ class _Fp8Linear(torch.autograd.Function):
         assert rows is not None
         ctx.kept = None if kept is None else (kept.inverse, kept.kind)
         ctx.save_for_backward(x if kept is None and keeps else None if kept is None else kept.data)
-        out = product(rows, _there(linear.weight_operands().rows), x.dtype, fast=True)
+        out = product(rows, there(linear.weight_operands().rows), x.dtype, fast=True)
         if bias is not None:
             out += bias
         return out.view(*whole.shape[:-1], -1)
@@ -122,27 +138,27 @@ class _Fp8Linear(torch.autograd.Function):
         quantized = linear.quantize(GRADIENT, flat, record=training, rows=needs_input, columns=needs_weight and ctx.kept is not None)
         grad_input, grad_weight, reduced = None, None, None
         if needs_input:
-            grad_input = product(_there(quantized.rows), _there(linear.weight_operands().columns), grad.dtype).view(*grad.shape[:-1], -1)
-            grad_input, reduced = _start_reducing(grad_input, reduce_input_grad, sequence_parallel, group)
+            grad_input = product(there(quantized.rows), there(linear.weight_operands().columns), grad.dtype).view(*grad.shape[:-1], -1)
+            grad_input, reduced = start_reducing(grad_input, reduce_input_grad, sequence_parallel, group)
         if needs_weight:
             if gathering is not None:
                 gathering.wait()
             if ctx.kept is None:
                 grad_weight = weight_grad(linear.weight, flat, gathered.reshape(-1, gathered.shape[-1]), fuse_weight_grad)
             else:
-                grad_weight = weight_grad(linear.weight, _there(quantized.columns), Operand(saved, *ctx.kept), fuse_weight_grad)
+                grad_weight = weight_grad(linear.weight, there(quantized.columns), Operand(saved, *ctx.kept), fuse_weight_grad)
         grad_bias = flat.sum(dim=0) if needs_bias and ctx.has_bias else None
         if reduced is not None:
             reduced.wait()
         return grad_input, grad_weight, grad_bias, None, None, None
 
 
-def _there(operand: Operand | None) -> Operand:
+def there(operand: Operand | None) -> Operand:
     assert operand is not None
     return operand
 
 
-def _start_reducing(grad: torch.Tensor, all_reduce: bool, scatter: bool, group: Group) -> tuple[torch.Tensor, Any]:
+def start_reducing(grad: torch.Tensor, all_reduce: bool, scatter: bool, group: Group) -> tuple[torch.Tensor, Any]:
     """(this rank's input gradient, what to wait for before it is read)."""
     if scatter:
         part = grad.new_empty(grad.shape[0] // get_pg_size(group), *grad.shape[1:])

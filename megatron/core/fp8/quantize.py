@@ -81,22 +81,25 @@ def quantize_tensor(
     scale: torch.Tensor | None = None,
     inverse: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    found: torch.Tensor | None = None,
     rows: bool = True,
     columns: bool = True,
     into: Quantized | None = None,
 ) -> Quantized:
-    """x [m, k] with one scale: `scale` [1] with its `inverse` [1] where they are known, raising `amax` [1]; else from x itself.
+    """x [m, k] with one scale: `scale` [1] with its `inverse` [1] where they are known, raising `amax` [1]; else from x itself, whose
+    largest magnitude `found` [1] may be known.
 
     into: an earlier result of the same shapes, to be overwritten.
     """
     if kernels_run_on(x):
         from megatron.core.fusions.kernels import quantize as kernels
 
-        found = None if scale is not None else amax_of(x).view(1)
+        if scale is None and found is None:
+            found = kernels.largest_magnitude(x)
         data, inverse = kernels.quantize_tensor(x, dtype, scale, inverse, found, amax, rows, columns, _data(into))
         return _pair(data, (inverse, inverse), (TENSOR, TENSOR), into)
     if scale is None:
-        scale = scale_for(amax_of(x).view(1), LARGEST[dtype])
+        scale = scale_for(amax_of(x).view(1) if found is None else found, LARGEST[dtype])
         inverse = scale.reciprocal()
     assert inverse is not None
     return _pair(quantize_tensor_plain(x, scale, dtype, rows, columns, amax), (inverse, inverse), (TENSOR, TENSOR), into)

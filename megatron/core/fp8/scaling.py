@@ -15,6 +15,7 @@ from megatron.core.utils import Group, get_pg_size
 
 INPUT, WEIGHT, GRADIENT = range(3)  # a linear's tensors
 ROLES = 3
+ALIGNED = 4  # cuBLAS reads a scale from an address that is a multiple of 16 bytes
 
 
 def dtype_of(settings: Fp8Settings, role: int) -> torch.dtype:
@@ -33,7 +34,7 @@ class DelayedScaling:
         self.settings = settings
         self.amax = torch.zeros(tensors, dtype=torch.float32, device=where)
         self.scale = torch.ones(tensors, dtype=torch.float32, device=where)
-        self.inverse = torch.ones(tensors, dtype=torch.float32, device=where)
+        self.inverse = torch.ones(tensors, ALIGNED, dtype=torch.float32, device=where)[:, 0]
         self.history = torch.zeros(settings.history_len, tensors, dtype=torch.float32, device=where)
         limits = [LARGEST[dtype_of(settings, role)] for role in range(ROLES)]
         self.largest = torch.tensor(limits * linears, dtype=torch.float32, device=where)

@@ -14,6 +14,7 @@ from megatron.core import device
 from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.activated_linear import ActivatedLinear, Activation
 from megatron.core.tensor_parallel.comm_overlap import LinearReduceScatter, gather_matmul, matmul_reduce_scatter
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -298,8 +299,10 @@ class RowParallelLinear(torch.nn.Module):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, input_: torch.Tensor, activation: Activation | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`activation` is applied to the input first, and its output not kept; not for experts."""
         if self.is_expert:
+            assert activation is None
             output = _Linear.apply(input_, self.weight, None, self.config.gradient_accumulation_fusion, False, False, self.tp_group)
             share = None if self.bias is None else share_of_sum(self.bias, get_pg_size(self.tp_group))
             return (output, share) if self.skip_bias_add or share is None else (output + share, None)
@@ -307,7 +310,13 @@ class RowParallelLinear(torch.nn.Module):
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         bias = None if self.skip_bias_add else self.bias
         alone, config = get_pg_size(self.tp_group) == 1, self.config
-        if self.sequence_parallel and config.tp_comm_overlap and config.tp_comm_overlap_rs:
+        overlaps = self.sequence_parallel and config.tp_comm_overlap and config.tp_comm_overlap_rs
+        if activation is not None and self.fp8 is None and not overlaps:
+            added, fuse = bias if alone else None, config.gradient_accumulation_fusion
+            return self.summed(ActivatedLinear.apply(input_, self.weight, added, activation, fuse))
+        if activation is not None:
+            input_ = activation(input_)
+        if overlaps:
             output = LinearReduceScatter.apply(
                 input_, self.weight, config.gradient_accumulation_fusion, config.tp_comm_overlap_ag, self.tp_group
             )
@@ -327,10 +336,14 @@ class RowParallelLinear(torch.nn.Module):
             output = linear_with_grad_accumulation_and_async_allreduce(
                 input_, self.weight, added, config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
             )
-        if not alone:
+        return self.summed(output)
+
+    def summed(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `forward` returns, of this rank's part of the sum (which has the bias where there is one rank)."""
+        if get_pg_size(self.tp_group) > 1:
             reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
             output = reduce(output, group=self.tp_group)
-            output = output if bias is None else output + bias
+            output = output if self.skip_bias_add or self.bias is None else output + self.bias
         return output, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:

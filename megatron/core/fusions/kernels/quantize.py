@@ -13,6 +13,7 @@ from megatron.core.fp8.formats import LARGEST, SMALLEST_AMAX
 from megatron.core.fp8.quantize import BLOCK, padded
 
 Data = tuple[torch.Tensor | None, torch.Tensor | None]
+TILE = 64, 128, 4  # rows, columns and warps of a program
 _FINITE = tl.constexpr(3.4028234663852886e38)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
 _EXPONENT = tl.constexpr(0x7F800000)
@@ -38,7 +39,7 @@ def saturated(value, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _tensor(
+def quantize_one_scale(
     x, scale, amax, out_rows, out_columns, inverse, m, k, filled_m, stride,
     LARGEST: tl.constexpr, FROM_AMAX: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr,
@@ -63,6 +64,26 @@ def _tensor(
         tl.store(out_columns + column[:, None] * filled_m + row[None, :], result, mask=there)
 
 
+@triton.jit
+def quantize_amax(x, amax, rows, columns, stride, TALL: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)[:, None]
+    largest = tl.zeros([TALL, WIDE], dtype=tl.float32)
+    for start in range(0, columns, WIDE):
+        column = start + tl.arange(0, WIDE)[None, :]
+        value = tl.load(x + row * stride + column, mask=(row < rows) & (column < columns), other=0.0)
+        largest = tl.maximum(largest, magnitude(value.to(tl.float32)))
+    tl.atomic_max(amax, tl.max(tl.max(largest, axis=1), axis=0))
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """x [m, k] -> fp32 [1]; inf where something is not finite."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    tall, wide = 8, 1024
+    quantize_amax[(triton.cdiv(x.shape[0], tall),)](x, amax, *x.shape, x.stride(0), TALL=tall, WIDE=wide, num_warps=8)
+    return amax
+
+
 def quantize_tensor(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -85,16 +106,17 @@ def quantize_tensor(
     given = found if from_amax else scale
     assert given is not None
     inverse = torch.empty(1, dtype=torch.float32, device=x.device) if inverse is None else inverse
-    tall, wide = 64, 128
-    _tensor[(triton.cdiv(padded(m), tall), triton.cdiv(k, wide))](
+    tall, wide, warps = TILE
+    quantize_one_scale[(triton.cdiv(padded(m), tall), triton.cdiv(k, wide))](
         x, given, given if amax is None else amax, *_some(out_rows, out_columns), inverse, m, k, padded(m), x.stride(0),
         LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=rows, COLUMNS=columns, TALL=tall, WIDE=wide,
+        num_warps=warps,
     )  # fmt: skip
     return (out_rows, out_columns), inverse
 
 
 @triton.jit
-def _blocks(
+def quantize_in_blocks(
     x, out_rows, out_columns, row_inverse, column_inverse, m, k, filled_m, stride, row_blocks, column_blocks,
     LARGEST: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +166,7 @@ def quantize_blocks(
 
     by_row = inverse_scales(m, across) if rows and by_row is None else by_row
     by_column = inverse_scales(k, down) if columns and by_column is None else by_column
-    _blocks[(down, across)](
+    quantize_in_blocks[(down, across)](
         x, *_some(out_rows, out_columns), *_some(by_row, by_column), m, k, filled, x.stride(0), across, down,
         LARGEST=LARGEST[dtype], SQUARE=square, ROWS=rows, COLUMNS=columns, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from megatron.core.fp8.quantize import BLOCK, SQUARE_BLOCKS, TENSOR, Operand
 
 
 @triton.jit
-def _product(
+def scaled_mm_product(
     a, b, out, scale_a, scale_b, m, n, k, stride_a, stride_b, lines_a, blocks_a, lines_b, blocks_b,
     ONE_A: tl.constexpr, ONE_B: tl.constexpr, HEIGHT_A: tl.constexpr, HEIGHT_B: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
@@ -51,7 +51,7 @@ def product(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tensor | 
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype, device=a.data.device)
     tall, wide = (128, 256) if n >= 256 else (128, 128)
-    _product[(triton.cdiv(m, tall) * triton.cdiv(n, wide),)](
+    scaled_mm_product[(triton.cdiv(m, tall) * triton.cdiv(n, wide),)](
         a.data, b.data, out, a.inverse, b.inverse, m, n, k, a.data.stride(0), b.data.stride(0), *_strides(a), *_strides(b),
         ONE_A=a.kind == TENSOR, ONE_B=b.kind == TENSOR, HEIGHT_A=_height(a), HEIGHT_B=_height(b), ADD=add, GROUP=8,
         TALL=tall, WIDE=wide, DEEP=BLOCK, num_warps=8, num_stages=3,
