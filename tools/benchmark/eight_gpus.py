@@ -175,21 +175,24 @@ class Budget:
 
 # --- running them ---
 
+NOT_BUILT = ("unknown flag", "does not support yet")  # what the trainer says of a flag
+
 
 def measure(row: Row, budget: Budget, dry: bool) -> dict[str, Any]:
     """The numbers of a row, or under "result" why there are none."""
     try:
         resolved(row, TINY if dry else "")
     except ValueError as error:
-        return {"result": "not built" if row.optional and "--fp8" in str(error) else f"refused: {error}"}
+        lacking = row.optional and any(text in str(error) for text in NOT_BUILT)
+        return {"result": "not built" if lacking else f"refused: {error}"}
     if refusal := budget.refusal(row.seconds):
         return {"result": refusal}
     extra = shlex.split(f"{row.flags} {row.optional} {TINY if dry else ''}")
+    warmup, iterations = (1, 1) if dry else (row.warmup, row.iterations)
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) if row.profile else None
-        total = row.warmup + row.iterations
         try:
-            numbers = run(row.configuration, total, row.gpus, extra, profile, limit_s=budget.left, last=row.iterations)
+            numbers = run(row.configuration, warmup + iterations, row.gpus, extra, profile, limit_s=budget.left, last=iterations)
         except RunFailed as error:
             return {"result": f"failed: {error}"}
         found = step_trace.waiting(step_trace.read(profile / "profile" / "rank-0.json.gz"), PROFILED) if profile else None
