@@ -185,7 +185,7 @@ def measure(row: Row, budget: Budget, dry: bool) -> dict[str, Any]:
     except ValueError as error:
         lacking = row.optional and any(text in str(error) for text in NOT_BUILT)
         return {"result": "not built" if lacking else f"refused: {error}"}
-    if refusal := budget.refusal(row.seconds):
+    if refusal := budget.refusal(min(row.seconds, 30) if dry else row.seconds):
         return {"result": refusal}
     extra = shlex.split(f"{row.flags} {row.optional} {TINY if dry else ''}")
     warmup, iterations = (1, 1) if dry else (row.warmup, row.iterations)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
         eight_gpus.main()
 
 
+def test_a_training_is_ended_in_time() -> None:
+    started = time.monotonic()
+    with pytest.raises(eight_gpus.RunFailed, match="tiny was ended after 1 s"):
+        eight_gpus.run("tiny", 1000, 1, [], limit_s=1)
+    assert time.monotonic() - started < 70
+
+
 def test_why_a_row_has_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_gpus, "run", lambda *arguments, **named: pytest.fail("was run"))
     row = Row("", "tiny", 1, "", seconds=60, optional="--a-flag-that-nobody-has")
@@ -178,7 +186,7 @@ def test_why_a_row_has_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("", "tiny", 1, "--hidden-size 65", seconds=60)
     assert eight_gpus.measure(row, Budget(480), dry=False)["result"].startswith("refused: ")
     row = Row("", "tiny", 1, "", seconds=60)
-    assert eight_gpus.measure(row, Budget(59), dry=True)["result"].startswith("skipped: takes about 60 s, 5")
+    assert eight_gpus.measure(row, Budget(59), dry=False)["result"].startswith("skipped: takes about 60 s, 5")
 
 
 def test_the_table_says_what_was_reached() -> None:
