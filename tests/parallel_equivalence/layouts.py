@@ -75,6 +75,7 @@ A2A: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
 GROUPED: dict[str, Any] = A2A | {"moe_grouped_gemm": True}
 EXPERTS = ("moe", "moe bias")  # models
 LATENT = ("mla", "mla moe")
+WIDE = ("gpt wide", "llama wide")  # heads, and their groups, for eight ranks
 
 LAYOUTS = (
     # one axis
@@ -197,6 +198,18 @@ LAYOUTS = (
     Layout("tp2 sp ep2 latent", tp=2, sp=True, dp=2, ep=2, etp=1, config=GROUPED, models=("mla moe",), microbatches=2),
     Layout("pp2 zero-bubble latent", pp=2, schedule="zero-bubble", models=("mla",), microbatches=4),
     Layout("tp2 sp cp2 ep4 dp2 etp1", tp=2, sp=True, cp=2, dp=2, ep=4, etp=1, cp_comm_type="p2p", config=A2A, models=EXPERTS),
+    # one axis over a host's eight GPUs, or two
+    Layout("tp8 sp", tp=8, sp=True, models=WIDE),
+    Layout("tp4 sp pp2", tp=4, sp=True, pp=2, microbatches=4),
+    Layout("pp8", pp=8, microbatches=8),
+    Layout("pp4 vpp2 dp2", pp=4, vpp=2, dp=2, microbatches=4),
+    Layout("cp8", cp=8, cp_comm_type="p2p", models=WIDE),
+    Layout("cp8 a2a", cp=8, cp_comm_type="a2a", models=WIDE),
+    Layout("cp8 hierarchical", cp=8, cp_comm_type="a2a+p2p", hierarchical_cp=(4, 2), models=WIDE),
+    Layout("dp8 sharded", dp=8, distributed_optimizer=True, overlap=True, microbatches=2),
+    Layout("ep8", dp=8, ep=8, config=GROUPED, models=("moe wide",)),
+    Layout("ep4 etp2", dp=8, ep=4, etp=2, config=A2A, models=("moe wide",)),
+    Layout("tp2 sp ep4", tp=2, sp=True, dp=4, ep=4, config=GROUPED, models=("moe wide",)),
 )
 
 HIDDEN, HEADS, SEQ, MICRO_BATCH = 32, 4, 16, 2
@@ -249,10 +262,13 @@ MLA: dict[str, Any] = {name: value for name, value in LLAMA.items() if name != "
 MODELS = {
     "gpt": Model({}, tied=True, position="learned_absolute"),
     "llama": Model(LLAMA, tied=False, position="rope"),
+    "gpt wide": Model({"num_attention_heads": 8}, tied=True, position="learned_absolute"),
+    "llama wide": Model(LLAMA | {"num_attention_heads": 16, "num_query_groups": 8, "kv_channels": 4}, tied=False, position="rope"),
     # norms of queries and keys: replicated weights that see sharded heads
     "norms": Model({"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "add_qkv_bias": True}, tied=True, position="rope"),
     "window": Model(LLAMA | {"window_size": (5, 0)}, tied=False, position="rope"),
     "moe": Model(MOE, tied=False, position="rope"),
+    "moe wide": Model(MOE | {"num_moe_experts": 8}, tied=False, position="rope"),
     "moe pattern": Model(MOE | {"moe_layer_freq": [0, 1, 1, 0], "moe_z_loss_coeff": 1e-3}, tied=True, position="rope"),
     # as DeepSeek's: sigmoid gates with a bias that has no gradient, chosen groups, a shared expert, balance by sequence
     "moe bias": Model(
