@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import transformer_engine_problem
+from megatron.core.extensions.transformer_engine import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import is_rms
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -54,7 +54,8 @@ def layer_spec(
             pre_mlp_layernorm=norm if moe is None else _norm(backend, normalization),
             mlp=moe or ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=backend.row_parallel_linear())),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys if norm_linear is None else {},
+            sharded_state_dict_keys_map=keys,  # also where norms are fused: files in the legacy format name them apart
+            precision_context=backend.precision_context(),
         ),
     )
 
@@ -87,7 +88,16 @@ def get_gpt_layer_local_spec(
     Raises ValueError for an unknown normalization and for what is not built yet.
     """
     _refuse(multi_latent_attention=multi_latent_attention, fp8=fp8, qk_l2_norm=qk_l2_norm)
-    backend = LocalSpecProvider()
+    return _layer_spec(LocalSpecProvider(), num_experts, moe_grouped_gemm, qk_layernorm, normalization)
+
+
+def _layer_spec(
+    backend: BackendSpecProvider,
+    num_experts: int | None,
+    moe_grouped_gemm: bool | None,
+    qk_layernorm: bool | None,
+    normalization: str | None = None,
+) -> ModuleSpec:
     moe = None if num_experts is None else get_moe_module_spec_for_backend(backend, moe_grouped_gemm)
     return layer_spec(backend, qk_layernorm=bool(qk_layernorm), normalization=normalization, moe=moe)
 
@@ -100,8 +110,12 @@ def get_gpt_layer_with_transformer_engine_spec(
     fp8: str | None = None,
     qk_l2_norm: bool | None = False,
 ) -> ModuleSpec:
-    """A layer of the Transformer Engine backend. Raises ValueError: the backend is not built yet."""
-    raise ValueError(transformer_engine_problem("get_gpt_layer_with_transformer_engine_spec"))
+    """The same of the Transformer Engine backend, which must be installed when the layer is made. `fp8` is the config's business.
+
+    Raises ValueError for what is not built yet.
+    """
+    _refuse(multi_latent_attention=multi_latent_attention, fp8=fp8, qk_l2_norm=qk_l2_norm)
+    return _layer_spec(TESpecProvider(), num_experts, moe_grouped_gemm, qk_layernorm)
 
 
 def get_gpt_decoder_block_spec(
@@ -113,12 +127,11 @@ def get_gpt_decoder_block_spec(
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """The specs of the layers of this stage (its chunk `vp_stage`), dense or MoE as config.moe_layer_freq says, and the final norm."""
-    if use_transformer_engine:
-        raise ValueError(transformer_engine_problem("get_gpt_decoder_block_spec"))
-    common: dict[str, Any] = {"qk_layernorm": config.qk_layernorm, "normalization": normalization, "qk_l2_norm": qk_l2_norm}
-    dense = get_gpt_layer_local_spec(**common)
-    moe = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, **common)
+    _refuse(qk_l2_norm=qk_l2_norm)
+    backend: BackendSpecProvider = TESpecProvider() if use_transformer_engine else LocalSpecProvider()
+    dense = _layer_spec(backend, None, False, config.qk_layernorm, normalization)
+    moe = _layer_spec(backend, config.num_moe_experts, config.moe_grouped_gemm, config.qk_layernorm, normalization)
     stage = get_pg_rank(default_pg_collection(None).pp) if pp_rank is None else pp_rank
     pattern = config.moe_layers()
     layers = layers_of_stage(config, stage, vp_stage)
-    return TransformerBlockSubmodules([moe if pattern[layer] else dense for layer in layers], LocalSpecProvider().layer_norm())
+    return TransformerBlockSubmodules([moe if pattern[layer] else dense for layer in layers], backend.layer_norm())
