@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, distributed_data_parallel
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -76,9 +76,12 @@ def test_it_trains_as_the_local_backend_does(settings: dict) -> None:
 def test_the_buffer_hears_of_every_gradient_that_was_added(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine gives autograd no gradient; torch calls the hook of the weight nevertheless."""
     config, written = config_of(**settings), []
-    monkeypatch.setattr(
-        distributed_data_parallel, "mark_written", lambda param: (written.append(id(param)), weight_grad.mark_written(param))
-    )
+
+    def note(param: Any) -> None:
+        written.append(id(param))
+        weight_grad.mark_written(param)
+
+    monkeypatch.setattr(distributed_data_parallel, "mark_written", note)
     _, model = train(config, steps=1)
     linears = [name for name, param in model.named_parameters() if getattr(param, "adds_to_main_grad", False)]
     params = dict(model.named_parameters())
