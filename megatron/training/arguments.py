@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron.core import optional_imports
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
+from megatron.core.transformer.transformer_engine_rules import transformer_engine_problems
 from megatron.training import flag_aliases
 from megatron.training.argument_utils import (
     CheckedLine,
@@ -26,7 +28,16 @@ from megatron.training.argument_utils import (
     check_tokens,
     yaml_tokens,
 )
-from megatron.training.config import TokenizerFlags, checks, checks_files, checks_graphs, checks_latent, checks_layout, checks_moe
+from megatron.training.config import (
+    TokenizerFlags,
+    checks,
+    checks_backend,
+    checks_files,
+    checks_graphs,
+    checks_latent,
+    checks_layout,
+    checks_moe,
+)
 from megatron.training.config.checks import was_given
 from megatron.training.config.data_lists import fill_from_files
 from megatron.training.resume_checks import architecture_flags
@@ -159,7 +170,7 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
 
 def _rules() -> list[Callable[[argparse.Namespace], Any]]:
     rules = [rule for rule in checks.RULES if rule is not checks.check_ranges]
-    by_subject = (checks_layout, checks_moe, checks_latent, checks_graphs, checks_files)
+    by_subject = (checks_layout, checks_moe, checks_latent, checks_graphs, checks_backend, checks_files)
     return [*rules, *(rule for subject in by_subject for rule in subject.RULES)]
 
 
@@ -226,13 +237,29 @@ def derive(args: argparse.Namespace) -> None:
 
 
 def _choose_backend(args: argparse.Namespace) -> None:
-    """Fall back to the local backend with one line; what was asked for stays in `requested_transformer_impl`."""
+    """Fall back to the local backend, with one line, where Transformer Engine cannot run; what was asked for stays in
+    `requested_transformer_impl`."""
     if not hasattr(args, "requested_transformer_impl"):
         args.requested_transformer_impl = args.transformer_impl
-    if args.transformer_impl == "transformer_engine":
+    if args.transformer_impl == "transformer_engine" and (reason := _why_no_transformer_engine(args)):
         args.transformer_impl = "local"
-        reason = "the Transformer Engine backend is not built yet"
         args.notes.append(f"WARNING: {reason}: --transformer-impl local is used instead of transformer_engine")
+
+
+def _why_no_transformer_engine(args: argparse.Namespace) -> str | None:
+    """Why it cannot be what the layers are made of. What its layers cannot do is an error where it was asked for by name."""
+    if not optional_imports.available("transformer_engine"):
+        return f"Transformer Engine is not installed ({optional_imports.INSTALL_COMMAND['transformer_engine']})"
+    from megatron.core import device
+
+    if not device.has_accelerator():
+        return "there is no GPU for Transformer Engine"
+    if was_given(args, "transformer_impl"):
+        return None
+    if args.cuda_graph_impl != "none":
+        return f"--cuda-graph-impl {args.cuda_graph_impl} excludes Transformer Engine"
+    broken = next(transformer_engine_problems(args, args.num_experts), None)
+    return None if broken is None else f"{checks.in_flags(f'{broken.setting} {broken.rule}')}"
 
 
 def microbatches_calculator_args(args: argparse.Namespace) -> tuple[Any, ...]:

@@ -30,6 +30,10 @@ class BackendSpecProvider(Protocol):
     def grouped_linear(self) -> Any:
         """A linear of several experts at once, see transformer/moe/experts.py."""
 
+    def precision_context(self) -> Any | None:
+        """(config, layer number or None for all layers of a chunk, pg_collection) -> a context manager in which layers compute in the
+        precision that the config asks for; None where layers see to that by themselves."""
+
 
 class LocalSpecProvider:
     """torch's own kernels."""
@@ -54,3 +58,6 @@ class LocalSpecProvider:
 
     def grouped_linear(self) -> Any:
         return GroupedLinear
+
+    def precision_context(self) -> Any | None:
+        return None

@@ -275,11 +275,13 @@ def mapped_key(name: str, keys_map: dict[str, str]) -> str:
 
 
 _LOCAL_EXPERT = re.compile(r"(^|\.)experts\.(?:local_experts\.\d+\.)?")
+_NUMBERED = re.compile(r"(weight|bias)\d+$")  # of one expert, in a module that has a parameter for each
 
 
 def _expert_key(name: str, sharding: ParamSharding) -> str:
-    """`name` with an expert's parameter under one key whichever expert it is, alone (`experts.local_experts.3.`) or with others."""
-    return name if sharding.experts is None else _LOCAL_EXPERT.sub(r"\1experts.experts.", name, count=1)
+    """`name` with an expert's parameter under one key whichever expert it is, alone (`experts.local_experts.3.`,
+    `weight3`) or with others."""
+    return name if sharding.experts is None else _NUMBERED.sub(r"\1", _LOCAL_EXPERT.sub(r"\1experts.experts.", name, count=1))
 
 
 def count_parameters(model_chunk: Any) -> int:

@@ -19,6 +19,7 @@ from megatron.core.transformer.latent_attention_settings import latent_attention
 from megatron.core.transformer.moe.settings import moe_layer_pattern, moe_problems
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout, layout_problems
 from megatron.core.transformer.recompute import DEFAULT_MODULES, recompute_problems
+from megatron.core.transformer.transformer_engine_rules import transformer_engine_problems
 from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
 # Of the fields that TransformerConfig itself declares.
@@ -62,6 +63,7 @@ _USED = (
     "recompute_modules",
     "cuda_graph_impl",
     "cuda_graph_warmup_steps",
+    "transformer_impl",
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -337,6 +339,8 @@ class TransformerConfig(ModelParallelConfig):
             window=self.window_size is not None,
         )
         yield from cuda_graph_problems(self, self.num_moe_experts)
+        if self.transformer_impl == "transformer_engine":
+            yield from transformer_engine_problems(self, self.num_moe_experts)
         yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
         yield from fp8_problems(self, self.num_layers, self.num_query_groups)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import transformer_engine_problem
+from megatron.core.extensions.transformer_engine import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import is_rms
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -58,7 +58,8 @@ def layer_spec(
             pre_mlp_layernorm=norm if moe is None else _norm(backend, normalization),
             mlp=moe or ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=backend.row_parallel_linear())),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys if norm_linear is None else {},
+            sharded_state_dict_keys_map=keys,  # also where norms are fused: files in the legacy format name them apart
+            precision_context=backend.precision_context(),
         ),
     )
 
@@ -128,7 +129,17 @@ def get_gpt_layer_local_spec(
     Raises ValueError for an unknown normalization and for what is not built yet.
     """
     _refuse(qk_l2_norm=qk_l2_norm)
-    backend = LocalSpecProvider()
+    return _layer_spec(LocalSpecProvider(), num_experts, moe_grouped_gemm, qk_layernorm, normalization, multi_latent_attention)
+
+
+def _layer_spec(
+    backend: BackendSpecProvider,
+    num_experts: int | None,
+    moe_grouped_gemm: bool | None,
+    qk_layernorm: bool | None,
+    normalization: str | None = None,
+    multi_latent_attention: bool | None = False,
+) -> ModuleSpec:
     moe = None if num_experts is None else get_moe_module_spec_for_backend(backend, moe_grouped_gemm)
     common: dict[str, Any] = {"qk_layernorm": bool(qk_layernorm), "multi_latent_attention": bool(multi_latent_attention)}
     return layer_spec(backend, normalization=normalization, moe=moe, **common)
@@ -142,8 +153,12 @@ def get_gpt_layer_with_transformer_engine_spec(
     fp8: str | None = None,
     qk_l2_norm: bool | None = False,
 ) -> ModuleSpec:
-    """A layer of the Transformer Engine backend. Raises ValueError: the backend is not built yet."""
-    raise ValueError(transformer_engine_problem("get_gpt_layer_with_transformer_engine_spec"))
+    """The same of the Transformer Engine backend, which must be installed when the layer is made. `fp8` is the config's business.
+
+    Raises ValueError for what is not built yet.
+    """
+    _refuse(multi_latent_attention=multi_latent_attention, fp8=fp8, qk_l2_norm=qk_l2_norm)
+    return _layer_spec(TESpecProvider(), num_experts, moe_grouped_gemm, qk_layernorm)
 
 
 def get_gpt_decoder_block_spec(
@@ -155,17 +170,12 @@ def get_gpt_decoder_block_spec(
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """The specs of the layers of this stage (its chunk `vp_stage`), dense or MoE as config.moe_layer_freq says, and the final norm."""
-    if use_transformer_engine:
-        raise ValueError(transformer_engine_problem("get_gpt_decoder_block_spec"))
-    common: dict[str, Any] = {
-        "qk_layernorm": config.qk_layernorm,
-        "multi_latent_attention": config.multi_latent_attention,
-        "normalization": normalization,
-        "qk_l2_norm": qk_l2_norm,
-    }
-    dense = get_gpt_layer_local_spec(**common)
-    moe = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, **common)
+    _refuse(qk_l2_norm=qk_l2_norm)
+    backend: BackendSpecProvider = TESpecProvider() if use_transformer_engine else LocalSpecProvider()
+    common = (config.qk_layernorm, normalization, config.multi_latent_attention)
+    dense = _layer_spec(backend, None, False, *common)
+    moe = _layer_spec(backend, config.num_moe_experts, config.moe_grouped_gemm, *common)
     stage = get_pg_rank(default_pg_collection(None).pp) if pp_rank is None else pp_rank
     pattern = config.moe_layers()
     layers = layers_of_stage(config, stage, vp_stage)
-    return TransformerBlockSubmodules([moe if pattern[layer] else dense for layer in layers], LocalSpecProvider().layer_norm())
+    return TransformerBlockSubmodules([moe if pattern[layer] else dense for layer in layers], backend.layer_norm())
