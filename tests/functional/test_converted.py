@@ -14,6 +14,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from megatron.core.dist_checkpointing import load_plain_tensors
+from megatron.core.dist_checkpointing.safe_pickle import load_torch
 from tests.conftest import ROOT
 from tests.functional.forked import on_ranks
 from tests.functional.runner import on, train
@@ -107,3 +108,86 @@ def test_real_weights(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+# --- the legacy format ---
+
+LAYERS = "--num-layers 4 --swiglu --untie-embeddings-and-output-weights"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear --moe-router-load-balancing-type none"
+SHARED = "--moe-shared-expert-intermediate-size 32 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+
+
+def sizes_of(layout: str) -> list[str]:
+    """The converter's words for a training's sizes."""
+    words = layout.split()
+    sizes = {
+        name: words[words.index(flag) + 1]
+        for name in ("tensor", "pipeline", "expert")
+        if (flag := f"--{name}-model-parallel-size") in words
+    }
+    return [word for name, size in sizes.items() for word in (f"--target-{name}-parallel-size", size)]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "ranks"),
+    [
+        pytest.param(LAYERS, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, id="tp2_pp2", marks=pytest.mark.slow),
+        pytest.param("--num-layers 4", "--pipeline-model-parallel-size 2", 2, id="tied_pp2", marks=pytest.mark.slow),
+        pytest.param(f"{EXPERTS} {SHARED}", "--expert-model-parallel-size 2", 2, id="experts_ep2"),
+        pytest.param(f"{EXPERTS} --moe-grouped-gemm", "--expert-model-parallel-size 2", 2, id="grouped_ep2", marks=pytest.mark.slow),
+        pytest.param(
+            f"{EXPERTS} --bf16",
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+            4,
+            id="experts_tp2_ep2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_files_are_those_that_training_writes(corpus: Path, tmp_path: Path, model: str, layout: str, ranks: int) -> None:
+    """Training's legacy files at some layout become torch_dist, and that becomes them again: names, order, parts, bits."""
+    result = on_ranks(ranks, *on(corpus, model, layout, f"--ckpt-format torch --save {tmp_path / 'run'} --train-iters 2"))
+    assert result.code == 0, result.err
+    assert convert("torch", "core", tmp_path / "run", tmp_path / "core") == 0
+    assert convert("core", "torch", tmp_path / "core", tmp_path / "back", *sizes_of(layout)) == 0
+    written = sorted(path.relative_to(tmp_path / "run") for path in (tmp_path / "run").rglob("*.pt"))
+    assert written == sorted(path.relative_to(tmp_path / "back") for path in (tmp_path / "back").rglob("*.pt"))
+    for name in written:
+        one, other = (load_torch(str(tmp_path / which / name))["model"] for which in ("run", "back"))
+        assert list(one) == list(other)
+        for key, tensor in one.items():
+            same = tensor is other[key] is None or (tensor.dtype == other[key].dtype and torch.equal(tensor, other[key]))
+            assert same, (name, key)
+
+
+def test_training_goes_on_from_every_format(corpus: Path, tmp_path: Path) -> None:
+    """A run's weights in torch_dist, as legacy files of two layouts and back: where the run stands is kept, its optimizer is not."""
+    run = train(*on(corpus, LAYERS, f"--save {tmp_path / 'run'} --exit-interval 2"))
+    assert run.code == 0, run.err
+    assert convert("core", "torch", tmp_path / "run", tmp_path / "one") == 0
+    assert (
+        convert(
+            "core",
+            "torch",
+            tmp_path / "run",
+            tmp_path / "four",
+            *sizes_of("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+        )
+        == 0
+    )
+    assert convert("torch", "core", tmp_path / "four", tmp_path / "core") == 0
+    expected = train(*on(corpus, LAYERS, f"--load {tmp_path / 'run'} --no-load-optim --no-load-rng"))
+    assert expected.column("iteration") == [3, 4], expected.err
+    for name in ("one", "four", "core"):
+        rest = train(*on(corpus, LAYERS, f"--load {tmp_path / name} --no-load-optim --no-load-rng"))
+        assert rest.code == 0, rest.err
+        assert rest.steps[0].keys() == expected.steps[0].keys()
+        assert (rest.losses(), rest.column("lr"), rest.column("consumed_samples")) == (
+            expected.losses(),
+            expected.column("lr"),
+            expected.column("consumed_samples"),
+        )
+    split = on_ranks(2, *on(corpus, LAYERS, f"--load {tmp_path / 'four'} --no-load-optim --no-load-rng --tensor-model-parallel-size 2"))
+    assert split.code == 0 and split.losses() == pytest.approx(expected.losses(), rel=1e-5), split.err
+    refused = train(*on(corpus, LAYERS, f"--load {tmp_path / 'one'}"))
+    assert refused.code == 1 and "was saved without an optimizer: give --no-load-optim" in refused.errors[0]

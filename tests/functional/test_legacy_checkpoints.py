@@ -86,6 +86,7 @@ def test_a_damaged_legacy_checkpoint_is_an_error(golden: Path, tmp_path: Path, h
 # --- what we write ---
 
 LAYERS = "--num-layers 4 --swiglu --untie-embeddings-and-output-weights"
+WIDE = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 
 
 def test_the_written_file_is_megatron_lms(corpus: Path, tmp_path: Path) -> None:
@@ -132,6 +133,15 @@ def test_the_written_file_is_megatron_lms(corpus: Path, tmp_path: Path) -> None:
         pytest.param("--num-layers 4", "--pipeline-model-parallel-size 2", 2, "--bf16", id="tied_pp2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "--expert-model-parallel-size 2", 2, "--moe-grouped-gemm", id="experts", marks=pytest.mark.slow),
         pytest.param(f"{EXPERTS} --moe-grouped-gemm", "", 1, "", id="grouped_experts", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, f"{WIDE} --expert-model-parallel-size 2", 2, "", id="experts_of_another_tensor_size"),
+        pytest.param(
+            EXPERTS,
+            f"{WIDE} --expert-model-parallel-size 4 --use-distributed-optimizer --moe-grouped-gemm",
+            4,
+            "--use-distributed-optimizer",
+            id="experts_of_another_tensor_size_distributed",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("--num-layers 4", "--use-distributed-optimizer", 2, "", id="distributed"),
         pytest.param(
             EXPERTS,
@@ -228,3 +238,18 @@ def test_experts_among_the_other_parameters_are_read(corpus: Path, tmp_path: Pat
     torch.save(file, path)
     refused = train(*on(corpus, EXPERTS, f"--load {tmp_path}"))
     assert refused.code == 1 and "parameter group 1" in refused.errors[0] and "--no-load-optim" in refused.errors[0]
+
+
+def test_experts_that_files_cannot_hold_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Where several ranks would write one file; on reading too."""
+    narrow = f"--ckpt-format torch --save {tmp_path} --expert-tensor-parallel-size 2"
+    refused = on_ranks(2, *on(corpus, EXPERTS, narrow))
+    assert refused.code == 2 and "several would write the same file" in refused.err and "torch_dist" in refused.err
+    assert train(*on(corpus, EXPERTS, f"--ckpt-format torch --save {tmp_path} --exit-interval 2")).code == 0
+    path = tmp_path / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
+    (tmp_path / "iter_0000002" / "checksums.json").unlink()
+    file = load_torch(str(path))
+    file["args"] = plain_namespace(vars(file["args"]) | {"expert_tensor_parallel_size": 2})
+    torch.save(file, path)
+    unread = train(*on(corpus, EXPERTS, f"--load {tmp_path}"))
+    assert unread.code == 1 and "several would write the same file" in unread.errors[0]

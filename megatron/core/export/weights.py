@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -30,8 +30,8 @@ class Weights(Protocol):
     """A checkpoint that is there."""
 
     folder: Path
-    common: Mapping[str, Any]  # what is no tensor: args, iteration, ...
-    tensors: Mapping[str, ShardedTensor]  # key -> the whole weight, without data; nothing of an optimizer
+    common: dict[str, Any]  # what is no tensor: args, iteration, ...
+    tensors: dict[str, ShardedTensor]  # key -> the whole weight, without data; nothing of an optimizer
 
     def load(self, shards: list[ShardedTensor]) -> None:
         """Fill their data, in place. Raises CheckpointError for what is missing or of another shape."""
