@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import device, dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.integrity import check_sizes, write_checksums
+from megatron.core.dist_checkpointing.parts import sharded_tensors
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
@@ -170,6 +171,18 @@ def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> di
                 replica = optimizer.shard_replica(record.param)
                 shards[where] = sharded_range_of(record, tensor, place[0], prefix, replica)
     return shards
+
+
+def is_rounded(args: Mapping[str, Any]) -> bool:
+    """Whether a run's weights are rounded ones of its optimizer's main parameters."""
+    return bool(args.get("bf16") or args.get("fp16"))
+
+
+def main_params_of_weights(wanted: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """Shards that fill a model in fp32 from the stored main parameters, which are not rounded as the stored weights are."""
+    weights = sharded_tensors({key: value for key, value in wanted.items() if key.startswith("model")})
+    keys = [[key for name in MAIN_PARAM.values() if (key := f"optimizer.state.{name}.{weight.key}") in stored] for weight in weights]
+    return {str(number): replace(weight, key=keys[0]) for number, (weight, keys) in enumerate(zip(weights, keys, strict=True)) if keys}
 
 
 def content_metadata(optimizer: Any | None) -> dict[str, Any]:
@@ -407,7 +420,10 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
     states, *own_states = _stored_rng_object(checkpoint) if with_rng else (None, False, False)
     if states is not None:
         wanted[RNG_KEY] = states
-    loaded = _load_matching(wanted, checkpoint, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
+    saved = vars(common["args"]) if "args" in common else {}
+    loaded = _load_matching(wanted, checkpoint, folder, model_differences(saved, args))
+    if with_optimizer and is_rounded(saved) and not is_rounded(vars(args)):
+        checkpoint.load({"optimizer": main_params_of_weights(wanted, stored)})
     if optimizer is not None:
         if with_optimizer:
             optimizer.load_common_state_dict(common["optimizer"])
