@@ -3,8 +3,8 @@
 import argparse
 import random
 import re
-from collections.abc import Collection
-from dataclasses import fields
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core import device, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.parts import sharded_tensors
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
@@ -152,6 +153,18 @@ def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> di
                 replica = optimizer.shard_replica(record.param)
                 shards[where] = sharded_range_of(record, tensor, place[0], prefix, replica)
     return shards
+
+
+def is_rounded(args: Mapping[str, Any]) -> bool:
+    """Whether a run's weights are rounded ones of its optimizer's main parameters."""
+    return bool(args.get("bf16") or args.get("fp16"))
+
+
+def main_params_of_weights(wanted: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """Shards that fill a model in fp32 from the stored main parameters, which are not rounded as the stored weights are."""
+    weights = sharded_tensors({key: value for key, value in wanted.items() if key.startswith("model")})
+    keys = [[key for name in MAIN_PARAM.values() if (key := f"optimizer.state.{name}.{weight.key}") in stored] for weight in weights]
+    return {str(number): replace(weight, key=keys[0]) for number, (weight, keys) in enumerate(zip(weights, keys, strict=True)) if keys}
 
 
 def content_metadata(optimizer: Any | None) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from megatron.training.checkpoint_contents import (
     RNG_KEY,
     content_metadata,
     contents_of,
+    is_rounded,
+    main_params_of_weights,
     model_state,
     optimizer_state,
     rng_object,
@@ -269,7 +271,7 @@ def _restore(
         schedule = schedule_report(own, stored_schedule, args)
     if problems:  # before anything is read, on every rank: all see the same
         raise CheckpointError(f"{folder} is not for this run:" + "".join(f"\n  {problem}" for problem in problems))
-    _read(folder, taken, checkpoint, common, model, optimizer)
+    _read(folder, taken, checkpoint, common, model, optimizer, is_rounded(saved) and not is_rounded(vars(args)))
     print_rank_0(report(folder, iteration, taken, saved, args, schedule, state))
     _barrier()
     return state
@@ -293,9 +295,15 @@ def _restore_schedule(scheduler: Any, stored: dict[str, Any] | None, state: Trai
 
 
 def _read(
-    folder: Path, taken: Taken, checkpoint: StoredCheckpoint, common: dict[str, Any], model: list, optimizer: Any | None
+    folder: Path,
+    taken: Taken,
+    checkpoint: StoredCheckpoint,
+    common: dict[str, Any],
+    model: list,
+    optimizer: Any | None,
+    unrounds: bool,
 ) -> None:
-    """Fill the model, and of optimizer and random states what is taken."""
+    """Fill the model, and of optimizer and random states what is taken. unrounds: a model in fp32 goes on from one in half precision."""
     wanted: dict[str, Any] = model_state(model)
     stored = checkpoint.open_tensors(model, taken.optimizer)
     if taken.optimizer:
@@ -307,6 +315,8 @@ def _read(
         wanted[RNG_KEY] = states
     fp8_checkpoint.leave_out_missing(wanted, checkpoint)
     loaded = _load(wanted, checkpoint)
+    if taken.optimizer and unrounds:
+        checkpoint.load({"optimizer": main_params_of_weights(wanted, stored)})
     fp8_checkpoint.restore(model, loaded)
     if optimizer is not None:
         if taken.optimizer:

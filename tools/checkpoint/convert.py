@@ -137,9 +137,9 @@ def find_source_files(load_dir: Path, weights: Weights) -> Path | None:
     """The folder with the config.json and the tokenizer that a checkpoint came from: beside it, or where a run that goes on from it
     has its tokenizer."""
     places = [load_dir / HF_FILES, weights.folder.parent / HF_FILES]
-    saved: Any = weights.common.get("args")
-    if getattr(saved, "tokenizer_type", None) == "HuggingFaceTokenizer" and saved.tokenizer_model:
-        places.append(Path(saved.tokenizer_model))
+    saved = arguments_in(weights)
+    if saved.get("tokenizer_type") == "HuggingFaceTokenizer" and saved.get("tokenizer_model"):
+        places.append(Path(saved["tokenizer_model"]))
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 

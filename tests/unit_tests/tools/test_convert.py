@@ -1,6 +1,7 @@
 """tools/checkpoint/convert.py: every family to a checkpoint and back, the same logits and the same bits; what it refuses."""
 
 import json
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
-from megatron.core.export.hf_configs import flags_of_checkpoint
+from megatron.core.export.conversion import HFModel
+from megatron.core.export.hf_configs import ConversionError, flags_of_checkpoint
 from megatron.core.export.weights import TorchDistWeights
 from tests.conftest import ROOT
 from tests.distributed import run_on_ranks
@@ -153,7 +155,7 @@ def test_grouped_experts_read_what_sequential_ones_do(tmp_path: Path) -> None:
 
 
 def test_a_tied_model_becomes_untied(tmp_path: Path) -> None:
-    """Its file has no head: that of the checkpoint is a copy of the embedding, and the file made of it has one."""
+    """CKPT-12: its file has no head: that of the checkpoint is a copy of the embedding, and the file made of it has one."""
     model = make("qwen2", tmp_path / "hf")
     assert "lm_head.weight" not in tensors(tmp_path / "hf")
     assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--untie-embeddings-and-output-weights") == 0
@@ -168,18 +170,51 @@ def test_a_tied_model_becomes_untied(tmp_path: Path) -> None:
     assert torch.equal(tensors(tmp_path / "back")["lm_head.weight"], model.get_input_embeddings().weight)
 
 
-def test_exported_vocabulary_has_no_padding(tmp_path: Path) -> None:
-    """250 rows, padded to 256 in the checkpoint and again when it comes back."""
-    make("llama2", tmp_path / "hf", vocab_size=250)
-    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
-    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+@pytest.mark.parametrize("name", ["llama2", "qwen2"])
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_exported_vocabulary_has_no_padding(name: str, kind: str, tmp_path: Path) -> None:
+    """CKPT-11: 250 rows, untied and tied, padded to 256 in the checkpoint and again when it comes back."""
+    make(name, tmp_path / "hf", vocab_size=250, num_hidden_layers=2)
+    words = ["--target-tensor-parallel-size", "2"] if kind == "torch" else []
+    assert convert("hf", kind, tmp_path / "hf", tmp_path / "ours", *words, "--no-verify") == 0
+    assert convert(kind, "hf", tmp_path / "ours", tmp_path / "back") == 0
     found = tensors(tmp_path / "back")
-    assert len(found["model.embed_tokens.weight"]) == len(found["lm_head.weight"]) == 250
+    tables = ["model.embed_tokens.weight", *(["lm_head.weight"] if name == "llama2" else [])]
+    assert {key for key, tensor in found.items() if len(tensor) in (250, 256)} == set(tables)
+    assert all(len(found[key]) == 250 for key in tables)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 250
     assert convert("hf", "core", tmp_path / "back", tmp_path / "again", "--no-verify") == 0
-    one, other = (dist_checkpointing.load_plain_tensors(tmp_path / name / "release") for name in ("core", "again"))
-    assert len(one["output_layer.weight"]) == 256
-    assert_equal_to_the_bit(one, other)
+    again = dist_checkpointing.load_plain_tensors(tmp_path / "again" / "release")
+    assert len(again["embedding.word_embeddings.weight"]) == 256
+    if kind == "core":
+        assert_equal_to_the_bit(dist_checkpointing.load_plain_tensors(tmp_path / "ours" / "release"), again)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_vocabulary_that_is_no_multiple_of_the_ranks(size: int, tmp_path: Path) -> None:
+    """CKPT-07: 300 tokens for 1, 2 and 4 tensor ranks: the logits are those of transformers within 1e-5."""
+    from megatron.training.legacy_weights import LegacyWeights
+    from tools.checkpoint.compare_logits import compare
+
+    make("llama2", tmp_path / "hf", vocab_size=300, num_key_value_heads=4)
+    words = ("--target-tensor-parallel-size", str(size), "--no-verify")
+    assert convert("hf", "torch", tmp_path / "hf", tmp_path / "torch", *words) == 0
+    weights = LegacyWeights(tmp_path / "torch" / "release")
+    assert weights.tensors["output_layer.weight"].global_shape == ({1: 384, 2: 512, 4: 512}[size], 32)
+    assert all(difference.relative < 1e-5 for difference in compare(tmp_path / "hf", weights))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
+def test_no_tensor_may_be_missing(name: str, tmp_path: Path) -> None:
+    """CKPT-12: a parameter without a tensor would stay at its random values. A tied head needs none, an untied one does."""
+    make(name, tmp_path / "hf")
+    whole = tensors(tmp_path / "hf")
+    for key in whole:
+        save_file({other: tensor for other, tensor in whole.items() if other != key}, tmp_path / "hf" / "model.safetensors")
+        with pytest.raises(ConversionError, match=re.escape(key.removeprefix("transformer."))):
+            HFModel(tmp_path / "hf")
+    save_file(whole, tmp_path / "hf" / "model.safetensors")
+    assert all(name in whole for piece in HFModel(tmp_path / "hf").pieces for name in piece.names)
 
 
 def test_bf16_is_rounded_once(tmp_path: Path) -> None:
@@ -289,11 +324,12 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path: Path, capsys: pytes
 
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for words in (
-        ("--loader", "torch"),
-        ("--saver", "torch"),
         ("--target-tensor-parallel-size", "2"),
+        ("--target-pipeline-parallel-size", "1", "--saver", "hf", "--loader", "core"),
         ("--model-type", "mamba"),
         ("--saver", "hf"),
+        ("--loader", "core"),
+        ("--untie-embeddings-and-output-weights", "--loader", "torch"),
     ):
         assert MAIN(["--loader", "hf", "--saver", "core", "--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "new"), *words]) == 1
         assert words[0] in capsys.readouterr().err
