@@ -181,7 +181,8 @@ def optimizer_common(optimizer: Any) -> dict[Any, Any]:
     """
     common = optimizer.common_state_dict()
     limits = {"default_config": True, "max_lr": optimizer.config.lr, "min_lr": optimizer.config.min_lr}
-    dense, experts = [], []
+    dense: list[dict[str, Any]] = []
+    experts: list[dict[str, Any]] = []
     for group in _groups_of_pipeline(common.pop("param_groups")):
         kept = {key: value for key, value in group.items() if key != "params"}
         (experts if group["is_expert_parallel"] else dense).append({**limits, **kept})
