@@ -218,7 +218,7 @@ def load_checkpoint(
     Raises CheckpointError with all reasons why the checkpoint is not this run's, on every rank.
     """
     load = getattr(args, load_arg)
-    found = checkpoint_to_begin_with(args, load_arg)
+    found = _seen_by_all_ranks(lambda: checkpoint_to_begin_with(args, load_arg))
     if found is None:
         if load and args.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {load} holds no checkpoint ({TRACKER} is not there) and --exit-on-missing-checkpoint was given")
@@ -233,6 +233,27 @@ def load_checkpoint(
             return _restore(folder, taken, args, model, optimizer, opt_param_scheduler)
         except DamagedCheckpointError as error:
             raise CheckpointError(f"{error}. {_others(folder)}") from None
+
+
+def _seen_by_all_ranks(look: Callable[[], tuple[Path, str] | None]) -> tuple[Path, str] | None:
+    """The checkpoint that `look` finds; raises on all ranks what it raises on one, and where ranks see different ones."""
+    own: Any = None
+    try:
+        own = look()
+    except (CheckpointError, OSError) as error:
+        own = error
+    everyone = [own]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    for rank, seen in enumerate(everyone):
+        if isinstance(seen, Exception):
+            seen.failed_rank = rank  # type: ignore[attr-defined]
+            raise seen
+        if seen != everyone[0]:
+            first, other = ("no checkpoint" if one is None else str(one[0]) for one in (everyone[0], seen))
+            raise CheckpointError(f"rank 0 sees {first}, rank {rank} sees {other}: checkpoints must stand where all nodes read them")
+    return own
 
 
 def _check_sizes(folder: Path) -> None:

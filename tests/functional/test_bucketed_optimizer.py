@@ -1,6 +1,7 @@
 """The distributed optimizer's state by buckets, Megatron-LM's default: its own checkpoint trained on, and such of other layouts."""
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import load_torch, plain_namespace
 from megatron.training.checkpoint_formats import open_checkpoint
 from megatron.training.optimizer_buckets import place_in_buckets
@@ -156,16 +157,13 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
             name = f"chained_0.{name}" if with_experts else name
             for number, one in enumerate(flat(registered(ranks, own, chunk, stage, tensor), ranks.bucket)):
                 contents[f"{name}.gbuf_idx_{chunk}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}.{state}"] = one
-            contents[f"{name}.optimizer"] = ShardedObject(f"{name}.optimizer", {"param_groups": [groups[0], groups[-1]]}, (1,), (0,))
+            contents[f"{name}.optimizer/shard_0_1"] = [{"param_groups": [groups[0], groups[-1]]}]
         for expert in range(ranks.expert if with_experts else 0):
             name = f"chained_1.optimizer.distributed.dp_group_idx_{expert}"
             for number, one in enumerate(flat(registered_experts(ranks, own, expert), ranks.bucket)):
                 contents[f"{name}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}.{state}"] = one
             of_experts = [group | {"is_expert_parallel": True} for group in groups if group["wd_mult"]]
-            contents[f"{name}.optimizer"] = ShardedObject(f"{name}.optimizer", {"param_groups": of_experts}, (1,), (0,))
-    for key, value in contents.items():
-        if torch.is_tensor(value):
-            contents[key] = ShardedTensor.from_rank_offsets(key, value)
+            contents[f"{name}.optimizer/shard_0_1"] = [{"param_groups": of_experts}]
     layout = {
         "tensor_model_parallel_size": ranks.tensor,
         "pipeline_model_parallel_size": ranks.pipeline,
@@ -177,9 +175,15 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
     }
     common["args"] = plain_namespace({**vars(common["args"]), **layout, **claimed})
     common["optimizer"] = {"param_state_sharding_type": "dp_reshardable"}
-    folder.mkdir(parents=True)
-    dist_checkpointing.save({**common, **contents}, folder)
+    save_plainly({**contents, "common_state/shard_0_1": [common]}, folder)
     (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(common["iteration"]))
+
+
+def save_plainly(contents: dict[str, Any], folder: Path) -> None:
+    """Write tensors and objects by torch.distributed.checkpoint alone, as another program does."""
+    plan = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(contents, storage_writer=dcp.FileSystemWriter(folder), planner=plan, no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +204,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 LAYOUTS = {
     "one_rank_local_norms": (DENSE, Ranks(local=True)),
+    "tp2": (DENSE, Ranks(tensor=2)),
     "tp2_pp2": (DENSE, Ranks(tensor=2, pipeline=2, bucket=9000)),
     "interleaved_tied": (TIED, Ranks(pipeline=2, chunks=2, bucket=5000)),
     "small_buckets_tied": (TIED, Ranks(bucket=3000, local=True)),

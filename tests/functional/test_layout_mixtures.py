@@ -18,7 +18,7 @@ SIZE = "--num-layers 4 --global-batch-size 8 --micro-batch-size 1 --lr 1e-3"
 MODELS = {
     "gpt": "",
     "llama": "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",
+    "--untie-embeddings-and-output-weights --num-attention-heads 8 --group-query-attention --num-query-groups 4",
 }
 MODELS["moe"] = (
     f"{MODELS['llama']} --num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
