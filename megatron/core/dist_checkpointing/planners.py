@@ -1,6 +1,7 @@
 """Planners that hand our shards to torch.distributed.checkpoint: which block of which tensor this rank writes or wants."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,10 +100,15 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
+        stored: dict[str, dict[tuple, TensorStorageMetadata]] = {}  # key -> box -> the entry with that chunk alone
         for index, wanted in self.tensors.items():
             entry = self.metadata.state_dict_metadata[index.fqn]
             assert isinstance(entry, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(index.fqn, entry, [_chunk(wanted[0])])
+            if index.fqn not in stored:
+                stored[index.fqn] = {(one.offsets, one.sizes): replace(entry, chunks=[one]) for one in entry.chunks}
+            chunk = _chunk(wanted[0])
+            same = stored[index.fqn].get((chunk.offsets, chunk.sizes), entry)  # torch compares each wanted box with each stored one
+            items += create_read_items_for_chunk_list(index.fqn, same, [chunk])
         for key in self.objects:
             place, zero = MetadataIndex(key), torch.Size((0,))
             items.append(ReadItem(LoadItemType.BYTE_IO, place, zero, place, zero, zero))

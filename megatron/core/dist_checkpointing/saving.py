@@ -9,7 +9,6 @@ import io
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,37 +78,17 @@ def write_shards(folder: Path, name: str, items: list[WriteItem], resolve: Calla
 class _DataInPlace:
     """A file in which torch.save leaves room for a tensor's numbers: they are written there from where they lie.
 
-    torch would add up their checksum first, then hand them over: twice the time that a fast disk takes. The file is the same but for the id
-    that torch makes of its checksums.
+    torch would add up their CRC-32 first, which takes as long as a fast disk: the zip file has none of them, as after
+    torch.serialization.set_crc32_options(False). Readers of torch.save do not look at it.
     """
 
     def __init__(self, stream: ChecksummedFile, data: memoryview) -> None:
         self.stream, self.data = stream, data
-        self.described = False
-        self.crc: bytes | None = None  # of the numbers, once they are written, as zip files have it
-
-    def write(self, piece: Any) -> int:
-        return self.stream.write(piece if self.crc is None else self._with_crc(bytearray(piece)))
+        self.write, self.flush = stream.write, stream.flush
 
     def seek(self, offset: int, whence: int) -> None:
-        assert whence == os.SEEK_CUR and offset == len(self.data) and self.crc is None
-        self.crc = struct.pack("<I", self.stream.write_data(self.data))
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def _with_crc(self, piece: bytearray) -> bytearray:
-        """The checksum that torch did not know, in the descriptor after the numbers and in the directory at the end of the zip file."""
-        if piece.startswith(b"PK\x07\x08") and not self.described:
-            self.described = True
-            piece[4:8] = self.crc or b""
-        place = 0
-        while piece[place : place + 4] == b"PK\x01\x02":
-            name, extra, comment = struct.unpack_from("<HHH", piece, place + 28)
-            if piece[place + 46 : place + 46 + name].endswith(b"/data/0"):
-                piece[place + 16 : place + 20] = self.crc or b""
-            place += 46 + name + extra + comment
-        return piece
+        assert whence == os.SEEK_CUR and offset == len(self.data)
+        self.stream.write_data(self.data)
 
 
 def _save_tensor(tensor: torch.Tensor, stream: ChecksummedFile) -> None:

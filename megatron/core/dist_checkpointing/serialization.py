@@ -11,8 +11,9 @@ import json
 import os
 import re
 import warnings
-import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from torch.futures import Future
 
 from megatron.core.utils import get_world_rank, world_is_initialized
 
+from .checksum import BLOCK
 from .errors import CheckpointError, DamagedCheckpointError
-from .integrity import Parts, check_part, check_parts, parts_within, read_checksums
+from .integrity import Part, check_part, check_parts, parts_within, read_checksums
 from .mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -44,7 +46,6 @@ from .saving import METADATA_FILE, PendingSave
 
 COMMON_KEY = "common_state"
 READERS = 2  # threads
-IN_CACHE = 2**20  # bytes that are read at a time
 LARGEST_READ = 2**30  # bytes; Linux reads at most 2 GiB at a time
 MOST_LISTED = 8  # keys that an error message lists
 
@@ -53,6 +54,11 @@ class _Reader(dcp.FileSystemReader):
     """FileSystemReader whose index goes through the allow-list too, and that checks what it reads by its checksum."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+    @cached_property
+    def _index(self) -> Metadata:
+        """Read once: torch asks for it at every load."""
         path = Path(self.path) / ".metadata"
         sums = read_checksums(self.path) or {}
         self.parts = {name: list(value.spans()) for name, value in sums.items()}
@@ -65,7 +71,6 @@ class _Reader(dcp.FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise DamagedCheckpointError(f"{path} does not hold a checkpoint index")
         storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        storage_meta.load_id = self.load_id
         metadata.storage_meta = storage_meta
         return metadata
 
@@ -75,19 +80,17 @@ class _Reader(dcp.FileSystemReader):
         for request in plan.items:
             info = self.storage_data[request.storage_index]
             wanted.setdefault((info.relative_path, info.offset, info.length), []).append(request)
-        items = sorted(wanted.items(), key=lambda entry: entry[0])
-        longest = max((length for _, _, length in wanted), default=0)
-        # Two threads: one copies to where it belongs what it has read and checked, while the other reads. Each has memory that it uses
-        # again for every item: new memory costs more than reading into it.
+        # Two threads: one copies to where it belongs what it has read and checked, while the other reads.
+        items = iter(sorted(wanted.items(), key=lambda entry: entry[0]))
         with ThreadPoolExecutor(READERS) as pool:
-            for outcome in [pool.submit(self._read_items, items[first::READERS], longest, planner) for first in range(READERS)]:
+            for outcome in [pool.submit(self._read_items, items, planner) for _ in range(READERS)]:
                 outcome.result()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_items(self, items: list[tuple[tuple[str, int, int], list[ReadItem]]], longest: int, planner: LoadPlanner) -> None:
-        memory = memoryview(bytearray(0))
+    def _read_items(self, items: Iterator[tuple[tuple[str, int, int], list[ReadItem]]], planner: LoadPlanner) -> None:
+        memory = memoryview(bytearray(0))  # used again for every item: new memory costs more than reading into it
         for (name, start, length), requests in items:
             path = Path(self.path) / name
             parts = parts_within(self.parts.get(name, []), start, length)
@@ -96,7 +99,7 @@ class _Reader(dcp.FileSystemReader):
                 if len(parts) == 3 and _read_in_place(file, path, parts, requests, planner):
                     continue
                 if len(memory) < length:
-                    memory = memoryview(bytearray(longest))
+                    memory = memoryview(bytearray(length))
                 data = memory[:length]
                 data = data[: _read(file, start, data)]
             check_parts(path, start, data, parts)
@@ -115,18 +118,18 @@ def _read(file: io.FileIO, start: int, memory: memoryview) -> int:
     return count
 
 
-def _read_in_place(file: io.FileIO, path: Path, parts: Parts, requests: list[ReadItem], planner: LoadPlanner) -> bool:
+def _read_in_place(file: io.FileIO, path: Path, parts: list[Part], requests: list[ReadItem], planner: LoadPlanner) -> bool:
     """Read a whole tensor to where it belongs, if it is wanted whole and at one place. False when it is not: nothing is read then."""
-    start, length, _ = parts[1]
+    part = parts[1]
     assert isinstance(planner, ShardedLoadPlanner)
     target = planner.memory_of(requests[0]) if len(requests) == 1 else None
-    if target is None or target.numel() != length:
+    if target is None or target.numel() != part.length:
         return False
-    memory, crc = target.numpy().data, 0
-    for place in range(0, length, IN_CACHE):  # the checksum finds in the cache what was just read
-        piece = memory[place : place + IN_CACHE]
-        crc = zlib.crc32(piece[: _read(file, start + place, piece)], crc)
-    check_part(path, start, crc, parts[1])
+    memory, found = target.numpy().data, 0
+    for place in range(0, part.length, BLOCK):  # the checksum finds in the cache what was just read
+        piece = memory[place : place + BLOCK]
+        found = part.add(piece[: _read(file, part.start + place, piece)], found)
+    check_part(path, part, found)
     return True
 
 
@@ -274,12 +277,14 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike) -> dict[str, torch.Ten
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike) -> StateDict:
     """What the checkpoint holds besides shards: args, iteration, scheduler, param groups."""
-    old = Path(checkpoint_dir) / "common.pt"
+    return _common_of(*_read_index(checkpoint_dir))
+
+
+def _common_of(reader: _Reader, index: Metadata) -> StateDict:
+    old = Path(reader.path) / "common.pt"
     if old.exists():
-        check_is_checkpoint(checkpoint_dir)
         return load_torch(str(old))
     wanted = ShardedObject(COMMON_KEY, None, (1,), (0,))
-    reader, index = _read_index(checkpoint_dir)
     if wanted.unique_key not in index.state_dict_metadata:
         return {}
     _dcp_load(reader, ShardedLoadPlanner([], [wanted]), alone=True)
@@ -328,8 +333,7 @@ def load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike
         tensor.init_data("cpu")
     _dcp_load(reader, ShardedLoadPlanner(tensors, objects))
     result = _merge(sharded_state_dict, state_dict)
-    common = load_common_state_dict(checkpoint_dir)
-    return {**common, **result}
+    return {**_common_of(reader, index), **result}
 
 
 def _merge(original: Any, built: Any) -> Any:
