@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, ShardedObject
+from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, ShardedObject, StrictHandling
 from megatron.core.dist_checkpointing.integrity import check_sizes, write_checksums
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
+from megatron.core.dist_checkpointing.saving import SaveStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
@@ -40,6 +41,7 @@ from megatron.training.checkpoint_names import (
     iteration_of,
     read_metadata,
 )
+from megatron.training.checkpoint_strategies import save_strategy
 from megatron.training.config.checks import name_of
 from megatron.training.config.fields import ARCHITECTURE
 from megatron.training.data_order import DataOrder
@@ -201,8 +203,11 @@ def save_checkpoint(
     opt_param_scheduler: Any | None,
     *,
     save_rng: bool = True,
+    strategy: SaveStrategy | None = None,
 ) -> Path:
     """Write the checkpoint of `state.iteration` under `save`; return its folder. Every rank calls it.
+
+    strategy: how the ranks divide the work, one for all saves of a run; what the flags say by default.
 
     Raises OSError as the file system does (a full disk); the checkpoints that are there stay as they are.
     """
@@ -215,7 +220,8 @@ def save_checkpoint(
                 legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
                 _first_rank_does(lambda: write_checksums(unfinished, {}))
             else:
-                dist_checkpointing.save(contents, unfinished, content_metadata=content_metadata(optimizer))
+                strategy = strategy or save_strategy(args)
+                dist_checkpointing.save(contents, unfinished, sharded_strategy=strategy, content_metadata=content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise
@@ -407,7 +413,9 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
     states, *own_states = _stored_rng_object(checkpoint) if with_rng else (None, False, False)
     if states is not None:
         wanted[RNG_KEY] = states
-    loaded = _load_matching(wanted, checkpoint, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
+    differences = model_differences(vars(common["args"]) if "args" in common else {}, args)
+    lenient = not StrictHandling(args.dist_ckpt_strictness).raises
+    loaded = _load_matching(wanted, checkpoint, folder, differences, lenient)
     if optimizer is not None:
         if with_optimizer:
             optimizer.load_common_state_dict(common["optimizer"])
@@ -428,8 +436,13 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
     return state
 
 
-def _load_matching(wanted: dict[str, Any], checkpoint: StoredCheckpoint, folder: Path, differences: list[str]) -> dict[str, Any]:
-    """Read the checkpoint; CheckpointError with the flags that differ when it holds another model, also one whose tensors would fit."""
+def _load_matching(
+    wanted: dict[str, Any], checkpoint: StoredCheckpoint, folder: Path, differences: list[str], lenient: bool
+) -> dict[str, Any]:
+    """Read the checkpoint; CheckpointError with the flags that differ when it holds another model, also one whose tensors would fit.
+
+    lenient: --dist-ckpt-strictness takes what is there of another model.
+    """
     flags = "".join(f"\n  {text}" for text in differences)
     try:
         loaded = checkpoint.load(wanted)
@@ -437,8 +450,10 @@ def _load_matching(wanted: dict[str, Any], checkpoint: StoredCheckpoint, folder:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}{flags}") from None
-    if differences:
+    if differences and not lenient:
         raise CheckpointError(f"{folder} holds another model:{flags}")
+    if differences:
+        print_rank_0(f"WARNING: {folder} holds another model:{flags}")
     return loaded
 
 
