@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.training.checkpoint_strategies import load_options
 from megatron.training.config.checks import was_given
+from megatron.training.dcp_checkpoints import DcpCheckpoint
 from megatron.training.legacy_checkpoints import LegacyCheckpoint, chained, is_legacy, joined_groups
 from megatron.training.optimizer_buckets import BucketedState, group_keys, is_bucketed, load_with_buckets
 from megatron.training.source_layout import KnownModel
@@ -84,6 +85,8 @@ class TorchDist:
 class Legacy:
     """The `torch` format."""
 
+    checkpoint: LegacyCheckpoint
+
     def __init__(self, folder: Path, args: argparse.Namespace | None = None) -> None:
         self.checkpoint = LegacyCheckpoint(folder)
         self.parts: dict[str, Any] = {}
@@ -102,7 +105,15 @@ class Legacy:
         return self.checkpoint.load(wanted, self.parts)
 
 
-_READERS: dict[str, Any] = {"torch_dist": TorchDist, "torch": Legacy}
+class TorchDcp(Legacy):
+    """The `torch_dcp` format: the state dict of a legacy checkpoint of one model-parallel rank, in other files."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace | None = None) -> None:
+        self.checkpoint = DcpCheckpoint(folder)
+        self.parts: dict[str, Any] = {}
+
+
+_READERS: dict[str, Any] = {"torch_dist": TorchDist, "torch": Legacy, "torch_dcp": TorchDcp}
 
 
 def format_of(folder: Path) -> str | None:
@@ -112,7 +123,9 @@ def format_of(folder: Path) -> str | None:
         return backend if isinstance(backend, str) else None
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return "torch" if folder.is_dir() and is_legacy(folder) else None
+    if not folder.is_dir():
+        return None
+    return "torch" if is_legacy(folder) else "torch_dcp" if (folder / ".metadata").is_file() else None
 
 
 def open_checkpoint(folder: Path, args: argparse.Namespace | None = None) -> StoredCheckpoint:

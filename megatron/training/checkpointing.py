@@ -30,7 +30,7 @@ from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
-from megatron.training import checkpoint_folders, legacy_checkpoint_writer
+from megatron.training import checkpoint_folders, dcp_checkpoints, legacy_checkpoint_writer
 from megatron.training.argument_utils import all_fields
 from megatron.training.checkpoint_formats import StoredCheckpoint, open_checkpoint
 from megatron.training.checkpoint_names import (
@@ -219,6 +219,8 @@ def save_checkpoint(
             if args.ckpt_format == "torch":
                 legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
                 _first_rank_does(lambda: write_checksums(unfinished, {}))
+            elif args.ckpt_format == "torch_dcp":
+                dcp_checkpoints.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
             else:
                 strategy = strategy or save_strategy(args)
                 dist_checkpointing.save(contents, unfinished, sharded_strategy=strategy, content_metadata=content_metadata(optimizer))

@@ -1,6 +1,7 @@
 """Flags about who writes and reads what of a checkpoint: the same training goes on, and the work is where the flags say."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,12 @@ def test_ranks_share_in_saving_and_loading(corpus: Path, tmp_path: Path) -> None
 def test_a_constant_structure_is_agreed_on_once(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     planned: list[int] = []
     plan = SaveStrategy._plan
-    monkeypatch.setattr(SaveStrategy, "_plan", lambda *args: planned.append(1) or plan(*args))
+
+    def counted(*args: Any) -> Any:
+        planned.append(1)
+        return plan(*args)
+
+    monkeypatch.setattr(SaveStrategy, "_plan", counted)
     flags = f"--train-iters 4 --save-interval 1 {how}"
     for folder, more in (("kept", "--ckpt-assume-constant-structure"), ("anew", "")):
         planned.clear()

@@ -349,6 +349,14 @@ def check_run(args: Args) -> Iterator[Problem]:
         if args.num_experts and not experts_alike:
             rule = f"does not write experts of --expert-tensor-parallel-size {args.expert_tensor_parallel_size}, other than the tensor size"
             yield problem(args, "ckpt_format", rule, "torch_dist")
+    if args.ckpt_format == "torch_dcp" and args.save:
+        for dest in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+            if getattr(args, dest) > 1:
+                rule = f"writes one state dict for all ranks, and with {name_of(dest)} {getattr(args, dest)} theirs differ"
+                yield problem(args, "ckpt_format", rule, "torch_dist")
+        if args.use_distributed_optimizer:
+            rule = "writes the optimizer's state parameter by parameter, and --use-distributed-optimizer cuts it into ranges"
+            yield problem(args, "ckpt_format", rule, "torch_dist")
     if args.async_save and args.ckpt_format != "torch_dist":
         yield problem(args, "async_save", f"writes torch_dist, and --ckpt-format is {args.ckpt_format}", "--ckpt-format torch_dist")
     if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:

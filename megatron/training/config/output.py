@@ -49,7 +49,7 @@ class CheckpointFlags:
         "torch_dist",
         "Layout of the files.",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
-        built=("torch_dist", "torch"),
+        built=("torch_dist", "torch", "torch_dcp"),
     )
     auto_detect_ckpt_format: bool = flag(
         False, "Read --load in whatever format it is, also where --ckpt-format is another: that one is written."

@@ -71,8 +71,8 @@ def test_whole_is_what_an_element_by_element_count_calls_whole(cover: tuple[tupl
             check_whole(plans)
 
 
-HALVES = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
-WHOLE = [((0, 0), (4, 3))]
+HALVES: list[Box] = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+WHOLE: list[Box] = [((0, 0), (4, 3))]
 
 
 @pytest.mark.parametrize(
