@@ -111,21 +111,32 @@ class DcpCheckpoint(LegacyCheckpoint):
             check_is_checkpoint(folder)  # a torch_dist checkpoint without its last file: says so
             raise CheckpointError(f"{folder}/.metadata does not say how its keys are nested: torch.distributed.checkpoint.save does")
         self._flat: dict[str, Any] = {}
-        self._read_more("rng_state")
+        self._read_under("rng_state")
 
-    def _read_more(self, *tops: str) -> None:
-        """Read the objects, and the tensors under these keys of the state dict."""
-        tensors, objects = [], []
+    def tensors(self) -> dict[str, ShardedTensor]:
+        """Flat key -> the whole tensor, without data."""
+        found = {}
         for key, entry in self._index.state_dict_metadata.items():
-            if key in self._flat:
-                continue
-            if isinstance(entry, BytesStorageMetadata):
-                objects.append(key)
-            elif isinstance(entry, TensorStorageMetadata) and self._index.planner_data[key][0] in tops:
+            if isinstance(entry, TensorStorageMetadata):
                 shape = tuple(entry.size)
-                data = torch.empty(shape, dtype=entry.properties.dtype)
-                tensors.append(ShardedTensor(key, data, data.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape)))
-        planner = _Planner(tensors, objects)
+                found[key] = ShardedTensor(key, None, entry.properties.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))
+        return found
+
+    def values(self, key: str) -> torch.Tensor:
+        """One tensor's."""
+        tensor = self.tensors()[key]
+        tensor.init_data("cpu")
+        dcp_load(self._reader, _Planner([tensor], []), alone=True)
+        assert tensor.data is not None
+        return tensor.data
+
+    def _read_under(self, *tops: str) -> None:
+        """Read the objects, and the tensors under these keys of the state dict."""
+        tensors = [one for key, one in self.tensors().items() if key not in self._flat and self._index.planner_data[key][0] in tops]
+        for tensor in tensors:
+            tensor.init_data("cpu")
+        stored = self._index.state_dict_metadata.items()
+        planner = _Planner(tensors, [key for key, entry in stored if isinstance(entry, BytesStorageMetadata) and key not in self._flat])
         dcp_load(self._reader, planner, alone=True)
         self._flat |= {tensor.key: tensor.data for tensor in tensors} | {key: item.data for key, item in planner.objects.items()}
         # in the order of the state dict that was saved, which the optimizer's numbers go by and which planner_data keeps
@@ -142,5 +153,5 @@ class DcpCheckpoint(LegacyCheckpoint):
         return self._first
 
     def parts(self, model: list[torch.nn.Module], with_optimizer: bool) -> dict[str, list[tuple[Block, torch.Tensor]]]:
-        self._read_more("model", *(["optimizer"] if with_optimizer else []))
+        self._read_under("model", *(["optimizer"] if with_optimizer else []))
         return super().parts(model, with_optimizer)
