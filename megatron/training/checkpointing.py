@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, dist_checkpointing
-from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError
+from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, StrictHandling
 from megatron.core.dist_checkpointing.integrity import check_sizes, write_checksums
+from megatron.core.dist_checkpointing.saving import SaveStrategy
 from megatron.core.utils import get_world_rank
-from megatron.training import checkpoint_folders, fp8_checkpoint, legacy_checkpoint_writer
+from megatron.training import checkpoint_folders, dcp_checkpoints, fp8_checkpoint, legacy_checkpoint_writer
 from megatron.training.checkpoint_contents import (
     RNG_KEY,
     content_metadata,
@@ -45,6 +46,7 @@ from megatron.training.checkpoint_names import (
     iteration_of,
     read_metadata,
 )
+from megatron.training.checkpoint_strategies import save_strategy
 from megatron.training.phase import phase
 from megatron.training.resume_checks import Taken, refusals
 from megatron.training.resume_report import report, schedule_report
@@ -79,8 +81,11 @@ def save_checkpoint(
     opt_param_scheduler: Any | None,
     *,
     save_rng: bool = True,
+    strategy: SaveStrategy | None = None,
 ) -> Path:
     """Write the checkpoint of `state.iteration` under `save`; return its folder. Every rank calls it.
+
+    strategy: how the ranks divide the work, one for all saves of a run; what the flags say by default.
 
     Raises OSError as the file system does (a full disk); the checkpoints that are there stay as they are.
     """
@@ -92,8 +97,11 @@ def save_checkpoint(
             if args.ckpt_format == "torch":
                 legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
                 _first_rank_does(lambda: write_checksums(unfinished, {}))
+            elif args.ckpt_format == "torch_dcp":
+                dcp_checkpoints.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
             else:
-                dist_checkpointing.save(contents, unfinished, content_metadata=content_metadata(optimizer))
+                strategy = strategy or save_strategy(args)
+                dist_checkpointing.save(contents, unfinished, sharded_strategy=strategy, content_metadata=content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise
@@ -281,7 +289,12 @@ def _restore(
     saved = vars(common["args"]) if "args" in common else {}
     iteration = int(common.get("iteration", 0))
     state = state_from(common, iteration) if taken.position else TrainState()
-    problems = refusals(taken, saved, args) + _missing_parts(taken, common, checkpoint)
+    problems = _missing_parts(taken, common, checkpoint)
+    if StrictHandling(args.dist_ckpt_strictness).raises:
+        problems = refusals(taken, saved, args) + problems
+    else:  # takes what is there of another model
+        for problem in refusals(taken, saved, args):
+            print_rank_0(f"WARNING: {problem}")
     schedule = ""
     if taken.position and scheduler is not None:
         own, stored_schedule = scheduler.state_dict(), common.get("opt_param_scheduler")

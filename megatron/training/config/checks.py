@@ -344,6 +344,17 @@ def check_fp8(args: Args) -> Iterator[Problem]:
         yield problem(args, "ckpt_format", "has no place for the scales' history of --fp8-recipe delayed", "torch_dist")
 
 
+def _check_one_state_dict(args: Args) -> Iterator[Problem]:
+    """What --ckpt-format torch_dcp cannot write."""
+    for dest in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if getattr(args, dest) > 1:
+            rule = f"writes one state dict for all ranks, and with {name_of(dest)} {getattr(args, dest)} theirs differ"
+            yield problem(args, "ckpt_format", rule, "torch_dist")
+    if args.use_distributed_optimizer:
+        rule = "writes the optimizer's state parameter by parameter, and --use-distributed-optimizer cuts it into ranges"
+        yield problem(args, "ckpt_format", rule, "torch_dist")
+
+
 def check_run(args: Args) -> Iterator[Problem]:
     for dest, needs in (
         ("save_interval", "save"),
@@ -364,6 +375,8 @@ def check_run(args: Args) -> Iterator[Problem]:
         why = legacy_problem(*sizes, args.expert_tensor_parallel_size or sizes[0]) if args.num_experts and min(sizes) > 0 else None
         if why:
             yield problem(args, "ckpt_format", f"cannot hold these experts: {why}", "torch_dist")
+    if args.ckpt_format == "torch_dcp" and args.save:
+        yield from _check_one_state_dict(args)
     if args.async_save and args.ckpt_format != "torch_dist":
         yield problem(args, "async_save", f"writes torch_dist, and --ckpt-format is {args.ckpt_format}", "--ckpt-format torch_dist")
     if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:

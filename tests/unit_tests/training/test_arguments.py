@@ -119,7 +119,7 @@ BAD = [
     ("--ckpt-step 5", 1, ["--ckpt-step 5", "--load"]),
     ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load"]),
     ("--load /nowhere/at/all --exit-on-missing-checkpoint", 1, ["/nowhere/at/all", "latest_checkpointed_iteration.txt"]),
-    ("--ckpt-format torch_dcp", 1, ["--ckpt-format torch_dcp", "torch_dist"]),
+    ("--ckpt-format fsdp_dtensor", 1, ["--ckpt-format fsdp_dtensor", "torch_dist"]),
     ("--metrics-file /tmp", 1, ["--metrics-file /tmp", "is a folder"]),
     ("--save /dev/null", 1, ["--save /dev/null", "folder"]),
     ("--save s3://bucket/run", 1, ["--save s3://bucket/run", "object storage is not supported"]),
