@@ -156,6 +156,7 @@ class OurLayers:
         apply_checkpoint_args(self.args, saved)
         vars(self.args).update(hidden_dropout=0.0, attention_dropout=0.0, transformer_impl="local")
         vars(self.args).update(use_cpu_initialization=True, perform_initialization=False)
+        self.args.mtp_num_layers = None  # in training alone, and transformers' model has none of it
         self.args.bias_gelu_fusion = saved.get("bias_gelu_fusion", True)  # says which GELU it was
         self.stored = dist_checkpointing.load_tensors_metadata(checkpoint)
         embedding = self.stored["embedding.word_embeddings.weight"]

@@ -151,8 +151,6 @@ def hf_to_core(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     (folder / TRACKER).write_text(RELEASE)
     if exact_gelu(model.flags):
         print("WARNING: the model has the exact GELU: train on with --no-bias-gelu-fusion, else it becomes the tanh approximation")
-    if model.left_out:
-        print(f"WARNING: {len(model.left_out)} tensors of layers for multi-token prediction are left out: {min(model.left_out)}, ...")
     print(f"{model.family.model_type}, {model.flags['num_layers']} layers, {len(model.files.file_of)} tensors")
     return args.load_dir, checkpoint
 
