@@ -55,14 +55,16 @@ def model_flops(
     moe_router_topk: int = 0,
     moe_shared_expert_intermediate_size: int | None = None,
     moe_shared_expert_gate: bool = False,
-    latents: "LatentSizes | None" = None,
+    latents: LatentSizes | None = None,
+    mtp_num_layers: int = 0,
+    mtp_layers_are_moe: bool = False,
 ) -> float:
     """FLOPs of forward and backward for one sample of `seq_length` tokens; vocab_size with its padding.
 
     A product of [m, k] and [k, n] counts 2 m k n, and the backward twice the forward. Causal attention counts half of its square, as in
     Megatron's log. Norms, activations, softmax, embedding lookups and recompute do not count. In `moe_layers` of the layers the experts
     that a token goes to, the shared ones, and the gates count. `latents`: of multi-latent attention, which has neither query groups nor
-    kv_channels.
+    kv_channels. Each of the mtp_num_layers for multi-token prediction has a layer, the joining projection, and the vocabulary again.
     """
     if latents is None:
         score_width = value_width = num_attention_heads * kv_channels
@@ -76,6 +78,9 @@ def model_flops(
     mlp = matrices * hidden_size * ffn_hidden_size
     moe_width = moe_router_topk * moe_ffn_hidden_size + (moe_shared_expert_intermediate_size or 0)
     moe = matrices * hidden_size * moe_width + hidden_size * ((num_experts or 0) + moe_shared_expert_gate)
-    feed_forward = (num_layers - moe_layers) * mlp + moe_layers * moe
-    per_token = num_layers * (qkv_and_proj + scores_and_context) + feed_forward + hidden_size * vocab_size
+    moe_layers += mtp_num_layers if mtp_layers_are_moe else 0
+    layers = num_layers + mtp_num_layers
+    feed_forward = (layers - moe_layers) * mlp + moe_layers * moe
+    ahead = mtp_num_layers * 2 * hidden_size**2
+    per_token = layers * (qkv_and_proj + scores_and_context) + feed_forward + ahead + (1 + mtp_num_layers) * hidden_size * vocab_size
     return 3 * 2 * seq_length * per_token

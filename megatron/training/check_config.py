@@ -143,16 +143,24 @@ def _batch_lines(args: argparse.Namespace) -> list[str]:
 
 def _layer_lines(args: argparse.Namespace) -> tuple[list[str], int, int]:
     """(lines on the layers, their parameters without experts, those of experts)."""
-    layer = layer_parameters(args)
+    layer, ahead, joining = layer_parameters(args), args.mtp_num_layers or 0, 0
+    more = []
+    if ahead:
+        joining = 2 * args.hidden_size**2 + 3 * args.hidden_size * (1 if args.normalization == "RMSNorm" else 2)
+        more = [f"multi-token prediction: {ahead} layers, each as the last one and {joining} parameters"]
     if args.num_experts is None:
-        return [f"layers: {args.num_layers} of {layer} parameters"], args.num_layers * layer, 0
-    moe = sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers))
+        line = f"layers: {args.num_layers} of {layer} parameters"
+        return [line, *more], (args.num_layers + ahead) * layer + ahead * joining, 0
+    pattern = moe_layer_pattern(args.moe_layer_freq, args.num_layers)
+    moe = sum(pattern)
     outside, expert = moe_layer_parameters(args), expert_parameters(args)
     line = (
         f"layers: {args.num_layers - moe} dense of {layer} parameters, {moe} of {outside} + {args.num_experts} experts of {expert} "
         f"({args.moe_router_topk} of them for a token)"
     )
-    return [line], (args.num_layers - moe) * layer + moe * outside, moe * args.num_experts * expert
+    moe_ahead = ahead if pattern[-1] else 0
+    dense = (args.num_layers - moe + ahead - moe_ahead) * layer + (moe + moe_ahead) * outside + ahead * joining
+    return [line, *more], dense, (moe + moe_ahead) * args.num_experts * expert
 
 
 def _model_lines(args: argparse.Namespace) -> list[str]:

@@ -132,6 +132,7 @@ def flops_of_sample(args: argparse.Namespace) -> float:
         seq_length=args.seq_length,
         vocab_size=args.softmax_vocab_size,
         latents=LatentSizes.of(args),
+        mtp_num_layers=args.mtp_num_layers or 0,
         **_flops_of_experts(args),
     )
 
@@ -142,6 +143,7 @@ def _flops_of_experts(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "num_experts": args.num_experts,
         "moe_layers": sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers)),
+        "mtp_layers_are_moe": bool(moe_layer_pattern(args.moe_layer_freq, args.num_layers)[-1]),
         "moe_ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "moe_router_topk": args.moe_router_topk,
         "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,

@@ -24,11 +24,11 @@ MODELS["moe"] = (
     f"{MODELS['llama']} --num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
     "--moe-ffn-hidden-size 96 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 )
-# as DeepSeek's: latents, one dense layer before those with experts
+# as DeepSeek-V3's: latents, one dense layer before those with experts, one that looks ahead
 MODELS["deepseek"] = (
-    f"{MODELS['moe'].replace('--group-query-attention --num-query-groups 2', '')} --multi-latent-attention --q-lora-rank 24 "
+    f"{MODELS['moe'].replace('--group-query-attention --num-query-groups 4', '')} --multi-latent-attention --q-lora-rank 24 "
     "--kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 4 --mscale 1.0 "
-    "--mscale-all-dim 1.0 --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 48"
+    "--mscale-all-dim 1.0 --mtp-num-layers 1 --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 48"
 )
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
@@ -151,5 +151,5 @@ def test_moved_to_another_layout_training_goes_on_as_it_would_have(
     assert moved.column("iteration") == [3, 4] and moved.column("lr") == unmoved.column("lr")[2:]
     assert moved.losses() == pytest.approx(unmoved.losses()[2:], rel=1e-6)
     assert moved.column("grad_norm") == pytest.approx(unmoved.column("grad_norm")[2:], rel=1e-5)
-    for column in ("lm_loss", "grad_norm"):
+    for column in ("lm_loss", "grad_norm", *(["mtp_1_loss"] if model == "deepseek" else [])):
         assert unmoved.column(column) == pytest.approx(alone.column(column), rel=1e-5)

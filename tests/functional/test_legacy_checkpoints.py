@@ -131,6 +131,7 @@ def test_the_written_file_is_megatron_lms(corpus: Path, tmp_path: Path) -> None:
             "",
             id="tp2_pp2_interleaved",
         ),
+        pytest.param(f"{LAYERS} --mtp-num-layers 1", "--tensor-model-parallel-size 2", 2, "", id="ahead", marks=pytest.mark.slow),
         pytest.param("--num-layers 4", "--pipeline-model-parallel-size 2", 2, "--bf16", id="tied_pp2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "--expert-model-parallel-size 2", 2, "--moe-grouped-gemm", id="experts", marks=pytest.mark.slow),
         pytest.param(f"{EXPERTS} --moe-grouped-gemm", "", 1, "", id="grouped_experts", marks=pytest.mark.slow),

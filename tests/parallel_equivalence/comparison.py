@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel.param_sharding import local_part
 from tests.distributed import ranks
 from tests.parallel_equivalence.harness import Key, Trace, Traces, Weight, train_all, train_alone
-from tests.parallel_equivalence.layouts import STEPS, Layout, Tolerances
+from tests.parallel_equivalence.layouts import MODELS, STEPS, Layout, Tolerances
 
 
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -59,14 +59,14 @@ def differences(trace: Trace, reference: Trace, tolerances: dict[str, float]) ->
     return found
 
 
-def coverage(traces: Sequence[Trace], reference: Trace, layout: Layout) -> list[str]:
-    """What one process has and no rank, or too few: a comparison of nothing finds nothing."""
+def coverage(traces: Sequence[Trace], reference: Trace, layout: Layout, depths: int = 0) -> list[str]:
+    """What one process has and no rank, or too few: a comparison of nothing finds nothing. depths: of multi-token prediction."""
     found = []
     for name in ("initial", "gradients", "trained", "activations"):
         seen, expected = {key for trace in traces for key in getattr(trace, name)}, set(getattr(reference, name))
         if seen != expected or not expected:
             found.append(f"{name}: the ranks and one process differ in {sorted(seen ^ expected, key=str)}")
-    outputs = layout.global_microbatches * (layout.num_layers + 3)  # of layers, embedding, final norm and loss
+    outputs = layout.global_microbatches * (layout.num_layers + depths + 3)  # of layers, embedding, final norm and loss
     if len(reference.activations) != outputs:
         found.append(f"activations: {len(reference.activations)} were kept instead of {outputs}")
     for place, activation in reference.activations.items():
@@ -121,7 +121,7 @@ def report(layout: Layout, results: Sequence[Traces], tolerances: Tolerances, ba
     for model, dtype in results[0]:
         expected = reference(layout.alone, model, dtype, backend)
         traces = [rank[model, dtype] for rank in results]
-        found += [f"{model} {dtype}: {text}" for text in coverage(traces, expected, layout)]
+        found += [f"{model} {dtype}: {text}" for text in coverage(traces, expected, layout, MODELS[model].config.get("mtp_num_layers", 0))]
         for rank, trace in enumerate(traces):
             found += [f"{model} {dtype} rank {rank}: {text}" for text in differences(trace, expected, tolerances[dtype])]
         found += [f"{model} {dtype}: {text}" for text in unmarked_differences(traces)]

@@ -76,6 +76,7 @@ GROUPED: dict[str, Any] = A2A | {"moe_grouped_gemm": True}
 EXPERTS = ("moe", "moe bias")  # models
 LATENT = ("mla", "mla moe")
 WIDE = ("gpt wide", "llama wide")  # heads, and their groups, for eight ranks
+AHEAD = ("mtp", "mtp moe")
 
 LAYOUTS = (
     # one axis
@@ -197,6 +198,26 @@ LAYOUTS = (
     Layout("tp2 sp pp2 dp2 sharded latent", tp=2, sp=True, pp=2, dp=2, distributed_optimizer=True, overlap=True, models=("mla",)),
     Layout("tp2 sp ep2 latent", tp=2, sp=True, dp=2, ep=2, etp=1, config=GROUPED, models=("mla moe",), microbatches=2),
     Layout("pp2 zero-bubble latent", pp=2, schedule="zero-bubble", models=("mla",), microbatches=4),
+    # multi-token prediction
+    Layout("dp2 sharded ahead", dp=2, distributed_optimizer=True, overlap=True, models=AHEAD, microbatches=2),
+    Layout("dp4 per-token ahead", dp=4, per_token=True, models=("mtp",)),
+    Layout("tp2 ahead", tp=2, config=A2A, models=AHEAD, microbatches=2, per_token=True),
+    Layout("tp2 sp ahead", tp=2, sp=True, config=A2A, models=AHEAD, microbatches=2),
+    Layout("cp2 ahead", cp=2, cp_comm_type="p2p", config=A2A, models=AHEAD, microbatches=2),
+    Layout("cp2 per-token ahead", cp=2, cp_comm_type="p2p", models=("mtp",), microbatches=2, per_token=True),
+    Layout("pp2 ahead", pp=2, models=AHEAD, microbatches=2),
+    Layout(
+        "pp2 vpp2 letters ahead",
+        pp=2,
+        vpp=2,
+        layers=3,
+        microbatches=4,
+        config={"pipeline_model_parallel_layout": "E|t*2|t|mmL"},
+        models=("mtp",),
+    ),
+    Layout("pp2 zero-bubble ahead", pp=2, schedule="zero-bubble", models=("mtp",), microbatches=4),
+    Layout("tp2 sp pp2 dp2 sharded ahead", tp=2, sp=True, pp=2, dp=2, config=A2A, distributed_optimizer=True, overlap=True, models=AHEAD),
+    Layout("tp2 sp ahead recompute", tp=2, sp=True, recompute="uniform", models=("mtp",), fast=True),
     Layout("tp2 sp cp2 ep4 dp2 etp1", tp=2, sp=True, cp=2, dp=2, ep=4, etp=1, cp_comm_type="p2p", config=A2A, models=EXPERTS),
     # one axis over a host's eight GPUs, or two
     Layout("tp8 sp", tp=8, sp=True, models=WIDE),
@@ -292,6 +313,13 @@ MODELS = {
         | {"q_lora_rank": None, "rope_type": "rope", "mscale_all_dim": 0.0, "moe_layer_freq": [0, 1]},
         tied=True,
         position="none",
+    ),
+    "mtp": Model(LLAMA | {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}, tied=False, position="rope"),
+    # as DeepSeek-V3: the layer that looks ahead has latents and experts
+    "mtp moe": Model(
+        {name: value for name, value in MOE.items() if name != "num_query_groups"} | MLA | {"mtp_num_layers": 1, "moe_layer_freq": [0, 1]},
+        tied=True,
+        position="rope",
     ),
 }
 

@@ -150,6 +150,7 @@ class OurLayers:
         saved = arguments_in(weights)
         self.flags: Flags = flags_of_checkpoint(saved)
         self.args = args_of_checkpoint(saved)
+        self.args.mtp_num_layers = None  # in training alone, and transformers' model has none of it
         embedding = weights.tensors["embedding.word_embeddings.weight"]
         self.dtype, self.rows = embedding.dtype, embedding.global_shape[0]
 

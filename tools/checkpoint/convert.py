@@ -204,13 +204,11 @@ def hf_source(args: argparse.Namespace) -> Source:
     contents = {"args": saved, "checkpoint_version": 3.0, "iteration": 0, "num_floating_point_operations_so_far": 0}
     if exact_gelu(model.flags):
         print("WARNING: the model has the exact GELU: train on with --no-bias-gelu-fusion, else it becomes the tanh approximation")
-    if model.left_out:
-        print(f"WARNING: {len(model.left_out)} tensors of layers for multi-token prediction are left out: {min(model.left_out)}, ...")
     print(f"{model.family.model_type}, {model.flags['num_layers']} layers, {len(model.files.file_of)} tensors")
     return Source(
         RELEASE,
         contents,
-        model.pieces,
+        [piece for piece in model.pieces if not piece.copy],
         lambda pieces: [model.read_piece(piece) for piece in pieces],
         lambda key: torch.float32 if key in fp32 else dtype,
         model.sizes.padded_vocab,

@@ -68,8 +68,7 @@ class HFModel:
     """A folder's model: its family, flags, sizes, and the tensors that the table says it must have.
 
     untie: a tied model's head becomes a tensor of its own, a copy of its embedding. Raises ConversionError for a family or a setting that
-    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table. left_out: names of
-    tensors that are known and have no place in our model.
+    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table.
     """
 
     def __init__(self, folder: str | os.PathLike[str], untie: bool = False) -> None:
@@ -86,8 +85,13 @@ class HFModel:
         self.vocab: int = vocab
         self.sizes = sizes_of(self.flags, vocab, vocab_size_with_padding(vocab))
         self.files = SafetensorsFolder(self.folder)
-        self.pieces = list(pieces(self.family, self.flags, self.sizes))
+        behind = self.family.layers_at.format(l=self.flags["num_layers"])
+        if not any(name.startswith(behind) for name in self.files.file_of):
+            self.flags["mtp_num_layers"] = None  # transformers leaves these layers out, and config.json as it was
+        found = pieces(self.family, self.flags, self.sizes)
+        self.pieces = [piece for piece in found if not piece.copy or piece.names[0] in self.files.file_of]
         self._check_tensors()
+        self._check_copies()
 
     def find(self, name: str) -> str:
         """The name that the folder has for a tensor of the table: some files leave the model's prefix out."""
@@ -121,20 +125,20 @@ class HFModel:
         ]
         if wrong:
             raise ConversionError(f"{self.folder} has tensors of another shape:{listed(wrong)}")
-        self.left_out = self._of_later_layers(there - wanted.keys())
-        unknown = {name for name in there - wanted.keys() - self.left_out if not name.endswith(self.family.ignored)}
+        unknown = {name for name in there - wanted.keys() if not name.endswith(self.family.ignored)}
         if "lm_head.weight" in unknown and self.head_is_embedding:
             self._check_tied_head()
             unknown.remove("lm_head.weight")
         if unknown:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model of ours does not:{listed(unknown)}")
 
-    def _of_later_layers(self, names: set[str]) -> set[str]:
-        """Of DeepSeek-V3's layers behind its last, which predict tokens further ahead and which transformers leaves out too."""
-        if not self.config.get("num_nextn_predict_layers"):
-            return set()
-        layers = range(self.flags["num_layers"], self.flags["num_layers"] + self.config["num_nextn_predict_layers"])
-        return {name for name in names if any(name.startswith(self.family.layers_at.format(l=layer)) for layer in layers)}
+    def _check_copies(self) -> None:
+        """What the file has of a tensor a second time must be the same."""
+        main = {piece.key: piece.names[0] for piece in self.pieces if not piece.copy and piece.layer is None}
+        for piece in self.pieces:
+            original = main.get(piece.key, "")
+            if piece.copy and not torch.equal(self.read(piece.names[0]), self.read(original)):
+                raise ConversionError(f"{self.folder}: {piece.names[0]} is not {original}: our model has one of them")
 
     def _check_tied_head(self) -> None:
         if not torch.equal(self.files.read("lm_head.weight"), self.read("lm_head.weight")):
@@ -214,8 +218,10 @@ class CoreModel:
     def _config(self, source: Mapping[str, Any] | None, vocab: int | None) -> tuple[Family, dict[str, Any]]:
         if source is not None and source.get("model_type") in FAMILIES:
             family = FAMILIES[source["model_type"]]
-            if not hf_configs.differences(family.to_flags(source), self.flags):
-                return family, {**source, **({} if vocab is None else {"vocab_size": vocab})}
+            ahead = {"num_nextn_predict_layers": self.flags["mtp_num_layers"] or 0}  # config.json may name layers that no file has
+            if not hf_configs.differences(family.to_flags({**source, **ahead}), self.flags):
+                own = {**source, **(ahead if self.flags["mtp_num_layers"] else {})}
+                return family, {**own, **({} if vocab is None else {"vocab_size": vocab})}
         if vocab is None:
             vocab = source["vocab_size"] if source is not None and "vocab_size" in source else self._vocab()
         family, config = family_of_flags(self.flags, vocab)

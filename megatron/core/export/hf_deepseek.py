@@ -193,6 +193,7 @@ def deepseek_v3_flags(config: Mapping[str, Any]) -> Flags:
     _refuse_unless(config, scoring_func="sigmoid", topk_method="noaux_tc")
     _refuse_unless(config, "our pairs that turn are neighbours", rope_interleave=True)
     flags = _flags(config, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    flags["mtp_num_layers"] = config.get("num_nextn_predict_layers") or None
     if flags["num_experts"] is None:
         return flags
     topk = flags["moe_router_topk"]
@@ -211,5 +212,5 @@ def deepseek_v3_config(flags: Flags) -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "norm_topk_prob": flags["moe_router_topk"] > 1,
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": flags["mtp_num_layers"] or 0,
     }

@@ -89,6 +89,19 @@ DEEPSEEK_EXPERTS = (
 )
 
 
+# A layer behind the last one that predicts tokens further ahead: what it has beside a layer's own, and what of it is a copy of the model's.
+DEEPSEEK_AHEAD = (
+    Rule("enorm.weight", ("enorm.weight",), COPY, ("hidden",)),
+    Rule("hnorm.weight", ("hnorm.weight",), COPY, ("hidden",)),
+    Rule("eh_proj.weight", ("eh_proj.weight",), COPY, ("hidden", "twice_hidden")),
+    Rule("final_layernorm.weight", ("shared_head.norm.weight",), COPY, ("hidden",)),
+)
+DEEPSEEK_AHEAD_COPIES = (
+    Rule("embedding.word_embeddings.weight", ("embed_tokens.weight",), VOCABULARY, ("padded_vocab", "hidden")),
+    Rule("output_layer.weight", ("shared_head.head.weight",), VOCABULARY, ("padded_vocab", "hidden"), "untied"),
+)
+
+
 def _experts(module: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """A mixture-of-experts layer under its family's names; the norm before it is a module of its own here."""
     inside = f"{module}.experts.{{e}}"
@@ -138,7 +151,7 @@ class Family:
     """`model_type` and `architecture` are config.json's; `ends` are the rules of what is outside the layers, the embedding first.
 
     `optional_prefix`: what older files leave out of their tensors' names. `ignored`: the ends of names that files of the family may have
-    and that hold no weights.
+    and that hold no weights. `ahead`, `ahead_copies`: of layers for multi-token prediction, which their files count behind the others.
     """
 
     model_type: str
@@ -150,6 +163,8 @@ class Family:
     layers_at: str = "model.layers.{l}."
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ahead: tuple[Rule, ...] = ()
+    ahead_copies: tuple[Rule, ...] = ()
 
 
 _DENSE = LLAMA_ATTENTION + LLAMA_MLP
@@ -192,6 +207,8 @@ FAMILIES = {
             hf_deepseek.deepseek_v3_config,
             _DEEPSEEK,
             LLAMA_ENDS,
+            ahead=DEEPSEEK_AHEAD,
+            ahead_copies=DEEPSEEK_AHEAD_COPIES,
         ),
     )
 }
@@ -251,7 +268,7 @@ def sizes_of(flags: Flags, vocab: int, padded_vocab: int) -> Sizes:
 @dataclass(frozen=True)
 class Piece:
     """One of our tensors, or of a stack of them one layer's, or one expert's: what is in memory at a time. fp32: its type, whatever the
-    weights'.
+    weights'; copy: of one of ours that their file has elsewhere too.
 
     key, global_shape: in the checkpoint; offset: this piece's place along the leading dimensions that `shape` lacks.
     """
@@ -264,6 +281,7 @@ class Piece:
     join: Join
     layer: int | None
     fp32: bool = False
+    copy: bool = False
 
 
 def pieces(family: Family, flags: Flags, sizes: Sizes) -> Iterator[Piece]:
@@ -283,13 +301,30 @@ def pieces(family: Family, flags: Flags, sizes: Sizes) -> Iterator[Piece]:
         for rule in family.layer:
             if _holds(rule.only, flags, bool(moe[layer])):
                 yield from _layer_pieces(rule, family.layers_at.format(l=layer), layer, number if stacked else 0, sizes)
+    yield from _pieces_ahead(family, flags, sizes, bool(moe[-1]))
     yield from (end(rule) for rule in last if _holds(rule.only, flags, False))
 
 
-def _layer_pieces(rule: Rule, at: str, layer: int, stacked: int, sizes: Sizes) -> Iterator[Piece]:
+def _pieces_ahead(family: Family, flags: Flags, sizes: Sizes, moe: bool) -> Iterator[Piece]:
+    """Of layers for multi-token prediction, each of which has a layer as the model's last one is."""
+    for depth in range(flags["mtp_num_layers"] or 0):
+        number = flags["num_layers"] + depth
+        at, stem = family.layers_at.format(l=number), f"mtp.layers.{depth}."
+        for rules, prefix in ((family.ahead, stem), (family.layer, f"{stem}transformer_layer.")):
+            for rule in rules:
+                if _holds(rule.only, flags, moe):
+                    yield from _layer_pieces(rule, at, number, 0, sizes, prefix)
+        for rule in family.ahead_copies:
+            shape = tuple(map(sizes.of, rule.shape))
+            if _holds(rule.only, flags, False):
+                yield Piece(rule.key, shape, shape, (), (at + rule.names[0],), rule.join, None, copy=True)
+
+
+def _layer_pieces(rule: Rule, at: str, layer: int, stacked: int, sizes: Sizes, prefix: str = "") -> Iterator[Piece]:
+    """prefix: of the key; that of the layer's number, or of the stack of `stacked` layers, where it is not given."""
     shape = tuple(map(sizes.of, rule.shape))
     of_experts = any("{e}" in name for name in rule.names)
-    key = f"decoder.layers.{rule.key}" if stacked else f"decoder.layers.{layer}.{rule.key}"
+    key = (prefix or ("decoder.layers." if stacked else f"decoder.layers.{layer}.")) + rule.key
     whole = (*((stacked,) if stacked else ()), *((sizes.experts,) if of_experts else ()), *shape)
     for expert in range(sizes.experts if of_experts else 1):
         offset = (*((layer,) if stacked else ()), *((expert,) if of_experts else ()))

@@ -39,6 +39,7 @@ class Sizes:
             "queries": self.heads * self.head,
             "qkv": (self.heads + 2 * self.groups) * self.head,
             "gate_up": 2 * self.ffn,
+            "twice_hidden": 2 * self.hidden,
             "expert_gate_up": 2 * self.expert_ffn,
             "shared_gate_up": 2 * self.shared_ffn,
             "latent_queries": self.heads * (self.fixed + self.turning),

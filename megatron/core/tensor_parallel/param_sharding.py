@@ -259,6 +259,10 @@ def _record_of(name: str, param: Any, layers: dict[str, Any]) -> ParamRecord:
         key = param.sharding.shared_with or _expert_key(name, param.sharding)
         return ParamRecord(name, param, param.sharding, None, key, False, 0, key)
     layer = layers[prefix]
+    if layer.layer_number > layer.config.num_layers:  # behind the last one, in a layer for multi-token prediction: stored by itself
+        own = mapped_key(name[len(prefix) + 1 :], layer.sharded_state_dict_keys_map)
+        key = f"{prefix}.{_expert_key(own, param.sharding)}"
+        return ParamRecord(name, param, param.sharding, None, key, False, 0, key)
     stack, own = prefix.rpartition(".")[0], mapped_key(name[len(prefix) + 1 :], layer.sharded_state_dict_keys_map)
     family = f"{stack}.{_expert_key(own, param.sharding)}".lstrip(".")
     index, stacked = layer.layer_number - 1, layers_are_stacked(layer.config)

@@ -110,6 +110,8 @@ _USED = (
     "num_layers_at_end_in_bf16",
     "tp_only_amax_red",
     "multi_latent_attention",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
@@ -248,7 +250,9 @@ class TransformerConfig(ModelParallelConfig):
 
     # Other kinds of models. multi_latent_attention needs an MLATransformerConfig.
     multi_latent_attention: bool = False
+    # Layers that predict tokens further ahead (multi_token_prediction.py), and the weight of their losses' mean.
     mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
     cuda_graph_impl: str = "none"
     cuda_graph_warmup_steps: int = 3
     cpu_offloading: bool = False
@@ -312,6 +316,10 @@ class TransformerConfig(ModelParallelConfig):
             found.append(f"normalization {self.normalization!r} must be {' or '.join(map(repr, NORMALIZATIONS))}")
         if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
             found.append("softmax_scale must not be 0")
+        if self.mtp_num_layers is not None and self.mtp_num_layers < 1:
+            found.append(f"mtp_num_layers {self.mtp_num_layers} must be at least 1; leave it out for none")
+        if self.mtp_num_layers and isinstance(self.window_attn_skip_freq, list):
+            found.append("window_attn_skip_freq: a list says nothing of the layers of mtp_num_layers; give a number")
         if self.multi_latent_attention and not isinstance(self, MLATransformerConfig):
             found.append("multi_latent_attention needs MLATransformerConfig, which has its sizes; build that")
         return found
@@ -323,7 +331,8 @@ class TransformerConfig(ModelParallelConfig):
         others += ["account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"]
         found = [f"{name} excludes pipeline_model_parallel_layout, which says it; leave it out" for name in others if getattr(self, name)]
         chunks = self.virtual_pipeline_model_parallel_size or 1
-        return found + layout_problems(self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size, chunks, self.num_layers)
+        sizes = (self.pipeline_model_parallel_size, chunks, self.num_layers, self.mtp_num_layers)
+        return found + layout_problems(self.pipeline_model_parallel_layout, *sizes)
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         """Of those that the command line asks too; the sizes are at least 1."""

@@ -137,6 +137,11 @@ def check_model(args: Args) -> Iterator[Problem]:
         yield problem(args, "position_embedding_type", rule, "rope")
     if not args.add_position_embedding and positions not in ("rope", "none"):
         yield problem(args, "add_position_embedding", f"contradicts positions of kind {positions}", "--position-embedding-type none")
+    if args.mtp_num_layers and positions == "learned_absolute" and args.pipeline_model_parallel_size > 1:
+        rule = "--mtp-num-layers embeds tokens in the last pipeline stage, which has no learned positions"
+        yield problem(args, "position_embedding_type", rule, "rope")
+    if args.mtp_num_layers and isinstance(args.window_attn_skip_freq, list):
+        yield problem(args, "window_attn_skip_freq", "a list says nothing of the layers of --mtp-num-layers", 2)
     longest = args.max_position_embeddings
     if positions == "learned_absolute" and longest and args.seq_length and args.seq_length > longest:
         rule = f"exceeds the {longest} learned positions of --max-position-embeddings"
@@ -417,6 +422,8 @@ def dropped_flags(args: Args) -> Iterator[str]:
     """Notes on flags that were given and change nothing, and on schedules that look like a mistake."""
     if "num_query_groups" in args.provenance and not args.group_query_attention:
         yield f"--num-query-groups {args.num_query_groups} has no effect without --group-query-attention"
+    if was_given(args, "mtp_loss_scaling_factor") and not args.mtp_num_layers:
+        yield f"--mtp-loss-scaling-factor {args.mtp_loss_scaling_factor:g} has no effect without --mtp-num-layers"
     if args.manual_gc_interval and not args.manual_gc:
         yield f"--manual-gc-interval {args.manual_gc_interval} has no effect without --manual-gc"
     if args.loss_scale is not None and not args.fp16:

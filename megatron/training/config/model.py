@@ -132,6 +132,16 @@ class LatentAttentionFlags:
 
 
 @dataclass
+class MultiTokenPredictionFlags:
+    """Layers behind the last one that predict tokens further ahead (DeepSeek-V3); they are there for training alone."""
+
+    mtp_num_layers: int | None = flag(None, "How many, and so how far ahead. Default: none.", minimum=1, checkpoint=ARCHITECTURE)
+    mtp_loss_scaling_factor: float = flag(
+        0.1, "Weight of the mean of their losses beside the model's own.", minimum=0.0, checkpoint=SETTING
+    )
+
+
+@dataclass
 class PositionFlags:
     """Where a token stands."""
 

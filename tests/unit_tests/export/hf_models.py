@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build import vocab_size_with_padding
 from megatron.training.arguments import apply_checkpoint_args, core_transformer_config_from_args, parse_args
@@ -119,16 +119,18 @@ def build(checkpoint: Path, **layout: Any) -> GPTModel:
     saved = vars(dist_checkpointing.load_common_state_dict(checkpoint)["args"])
     args = parse_args(argv=[])
     apply_checkpoint_args(args, saved)
-    vars(args).update(hidden_dropout=0.0, attention_dropout=0.0, transformer_impl="local", pipeline_dtype=torch.float32, **layout)
+    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "transformer_impl": "local", "pipeline_dtype": torch.float32}
+    vars(args).update(**settings | layout)
     args.bias_gelu_fusion = saved["bias_gelu_fusion"]
     config = core_transformer_config_from_args(args)
     config.logical_vocab_size = args.vocab_size
     stage, stages = 0, layout.get("pipeline_model_parallel_size", 1)
     if stages > 1:
         stage = parallel_state.get_pipeline_model_parallel_rank()
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=stage)
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=stage),
+        block,
         vocab_size_with_padding(args.vocab_size, 128, layout.get("tensor_model_parallel_size", 1)),
         args.max_position_embeddings,
         pre_process=stage == 0,
@@ -140,6 +142,7 @@ def build(checkpoint: Path, **layout: Any) -> GPTModel:
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=False),
     ).eval()
     dist_checkpointing.load(model.sharded_state_dict(), checkpoint)
     return model

@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.export.conversion import HFModel
 from megatron.core.export.hf_configs import ConversionError, flags_of_checkpoint
 from megatron.core.export.weights import TorchDistWeights
+from megatron.core.transformer.multi_token_prediction import mtp_reports
 from tests.conftest import ROOT
 from tests.distributed import run_on_ranks
-from tests.unit_tests.export.hf_models import BASE, MODELS, VOCAB, logits, make, tokens
+from tests.unit_tests.export.hf_models import BASE, MODELS, VOCAB, build, logits, make, tokens
 from tools.checkpoint.compare_logits import compare
 
 MAIN = runpy.run_path(str(ROOT / "tools" / "checkpoint" / "convert.py"))["main"]
@@ -145,6 +147,79 @@ def test_the_bias_that_chooses_experts_stays_in_fp32(tmp_path: Path) -> None:
     assert torch.equal(stored["decoder.layers.1.mlp.router.expert_bias"], mixed[bias])
     assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
     assert_equal_to_the_bit(mixed, tensors(tmp_path / "back"))
+
+
+def add_layer_ahead(model: Any, folder: Path) -> Any:
+    """transformers' own layers for multi-token prediction, random, and their tensors in the folder as DeepSeek-V3's files have them."""
+    from transformers.modeling_layers import MtpModel
+
+    model.config.num_mtp_layers = 1
+    ahead = MtpModel(model, 1).eval()
+    layer, number = ahead.layers[0], model.config.num_hidden_layers
+    found = tensors(folder)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        layer.mtp_block.mlp.gate.e_score_correction_bias.normal_(0.0, 0.2)
+    for name, tensor in layer.state_dict().items():
+        name = name.replace("post_norm", "shared_head.norm").removeprefix("mtp_block.")
+        at = f"model.layers.{number}.{name}"
+        if "mlp.experts.gate_up_proj" in name:
+            for expert, both in enumerate(tensor):
+                for part, half in zip(("gate_proj", "up_proj"), both.chunk(2)):
+                    found[f"model.layers.{number}.mlp.experts.{expert}.{part}.weight"] = half.clone()
+        elif "mlp.experts.down_proj" in name:
+            for expert, one in enumerate(tensor):
+                found[f"model.layers.{number}.mlp.experts.{expert}.down_proj.weight"] = one.clone()
+        else:
+            found[at] = tensor.clone()
+    found[f"model.layers.{number}.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+    found[f"model.layers.{number}.shared_head.head.weight"] = found["lm_head.weight"].clone()
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    return layer
+
+
+def test_layers_for_multi_token_prediction_come_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """DeepSeek-V3's files have one behind the last layer, which transformers' model leaves out: there, back to the bit, and its losses are
+    those of transformers' class for it."""
+    model = make("deepseek_v3", tmp_path / "hf", num_nextn_predict_layers=1)
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "without", "--no-verify") == 0
+    plain = dist_checkpointing.load_plain_tensors(tmp_path / "without" / "release")
+    assert not [key for key in plain if key.startswith("mtp.")], "a file without them makes a model without them"
+    layer = add_layer_ahead(model, tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0, capsys.readouterr().err
+    ids = tokens()
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state[:, :-1]
+        positions = torch.arange(ids.shape[1] - 1)[None].expand(2, -1)
+        embedded = model.model.embed_tokens(ids[:, 1:])
+        later = torch.full((ids.shape[1] - 1,) * 2, float("-inf")).triu(1)[None, None]
+        angles = model.model.rotary_emb(embedded, positions)
+        output = layer(embedded, hidden, position_embeddings=angles, attention_mask=later, position_ids=positions, cache=None)
+        logits_ahead = model.lm_head(output)[:, :-1]
+        expected = torch.nn.functional.cross_entropy(logits_ahead.flatten(0, 1), ids[:, 2:].flatten())
+        ours = build(tmp_path / "core" / "release").train()
+        labels = torch.cat([ids[:, 1:], torch.zeros(2, 1, dtype=torch.int64)], dim=1)
+        counts = torch.ones(labels.shape)
+        counts[:, -1] = 0.0
+        ours(ids, None, None, labels=labels, loss_mask=counts)
+    (found,) = mtp_reports(ours).values()
+    assert found[1] == 2 * (ids.shape[1] - 2)
+    # rows of padding are in our softmax: logits of 28 zeros
+    padded = torch.nn.functional.pad(logits_ahead, (0, 128 - VOCAB)).flatten(0, 1)
+    assert found[0] / found[1] == pytest.approx(torch.nn.functional.cross_entropy(padded, ids[:, 2:].flatten()).item(), abs=1e-5)
+    assert abs(found[0] / found[1] - expected) < 1 and expected > 1
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    assert_equal_to_the_bit(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
+    (tmp_path / "core" / "hf").rename(tmp_path / "elsewhere")
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "made") == 0
+    assert_equal_to_the_bit(tensors(tmp_path / "hf"), tensors(tmp_path / "made"))
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    other = tensors(tmp_path / "hf")
+    other["model.layers.3.embed_tokens.weight"] += 1
+    save_file(other, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "third") == 1
+    assert "model.layers.3.embed_tokens.weight is not model.embed_tokens.weight" in capsys.readouterr().err
 
 
 def test_grouped_experts_read_what_sequential_ones_do(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megatron.training.source_layout import KnownModel, KnownParam, Place, Sourc
 FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def known(*keys: str, layers: int = 8) -> KnownModel:
+def known(*keys: str, layers: int = 10) -> KnownModel:
     param = KnownParam(ParamSharding((4,)), True)
     return KnownModel(dict.fromkeys(keys, param), set(), dict.fromkeys(range(layers), FUSED))
 
@@ -54,6 +54,19 @@ def known(*keys: str, layers: int = 8) -> KnownModel:
             "decoder.layers.2.mlp.experts.linear_fc1.weight0",
             ("decoder.layers.mlp.experts.experts.linear_fc1.weight", 2, 2),
         ),
+        (
+            {"num_experts": 4, "expert_model_parallel_size": 2},
+            (0, 0, 1),
+            "mtp.layers.1.transformer_layer.mlp.experts.linear_fc1.weight1",
+            ("mtp.layers.1.transformer_layer.mlp.experts.experts.linear_fc1.weight", None, 3),
+        ),
+        (
+            {},
+            (0, 0, 0),
+            "mtp.layers.0.mtp_model_layer.input_layernorm.bias",
+            ("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_bias", None, None),
+        ),
+        ({}, (0, 0, 0), "mtp.layers.0.eh_proj.weight", ("mtp.layers.0.eh_proj.weight", None, None)),
         ({}, (0, 0, 0), "output_layer.weight", ("embedding.word_embeddings.weight", None, None)),
         ({}, (0, 0, 0), "decoder.final_layernorm.weight", ("decoder.final_layernorm.weight", None, None)),
     ],

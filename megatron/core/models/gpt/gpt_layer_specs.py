@@ -13,6 +13,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -179,3 +184,33 @@ def get_gpt_decoder_block_spec(
     pattern = config.moe_layers()
     layers = layers_of_stage(config, stage, vp_stage)
     return TransformerBlockSubmodules([moe if pattern[layer] else dense for layer in layers], backend.layer_norm())
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    use_transformer_engine: bool,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The specs of config.mtp_num_layers layers that predict tokens further ahead; None where the model has none of them. For the last
+    stage; others build nothing of it.
+
+    Each has a layer as the model's last one is; `spec`, a block's or a layer's, gives it where it has layers.
+    """
+    if not config.mtp_num_layers:
+        return None
+    if use_transformer_engine:
+        raise ValueError("multi-token prediction is not built for Transformer Engine's layers yet: use --transformer-impl local")
+    if isinstance(spec, ModuleSpec):
+        layer = spec
+    elif spec.layer_specs:
+        layer = spec.layer_specs[-1]
+    else:  # a stage with the loss alone
+        experts = config.num_moe_experts if config.moe_layers()[-1] else None
+        layer = get_gpt_layer_local_spec(experts, config.moe_grouped_gemm, config.qk_layernorm, config.multi_latent_attention)
+    backend = LocalSpecProvider()
+    norm = backend.layer_norm()
+    submodules = MultiTokenPredictionLayerSubmodules(norm, norm, backend.column_parallel_linear(), layer, norm)
+    depth = ModuleSpec(module=MultiTokenPredictionLayer, submodules=submodules)
+    return MultiTokenPredictionBlockSubmodules([depth] * config.mtp_num_layers)
