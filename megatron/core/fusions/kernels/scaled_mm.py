@@ -28,12 +28,15 @@ def scaled_mm_product(
         place, inner = start + depth, start + depth < k
         left = tl.load(a + row[:, None] * stride_a + place[None, :], mask=(row < m)[:, None] & inner[None, :], other=0.0)
         right = tl.load(b + column[None, :] * stride_b + place[:, None], mask=(column < n)[None, :] & inner[:, None], other=0.0)
-        part = tl.dot(left, right)
-        if not ONE_A:
-            part *= tl.load(scale_a + row // HEIGHT_A * lines_a + start // DEEP * blocks_a, mask=row < m, other=0.0)[:, None]
-        if not ONE_B:
-            part *= tl.load(scale_b + column // HEIGHT_B * lines_b + start // DEEP * blocks_b, mask=column < n, other=0.0)[None, :]
-        total += part
+        if ONE_A and ONE_B:
+            total = tl.dot(left, right, total)
+        else:
+            part = tl.dot(left, right)
+            if not ONE_A:
+                part *= tl.load(scale_a + row // HEIGHT_A * lines_a + start // DEEP * blocks_a, mask=row < m, other=0.0)[:, None]
+            if not ONE_B:
+                part *= tl.load(scale_b + column // HEIGHT_B * lines_b + start // DEEP * blocks_b, mask=column < n, other=0.0)[None, :]
+            total += part
     if ONE_A:
         total *= tl.load(scale_a)
     if ONE_B:
