@@ -194,7 +194,7 @@ def measure(row: Row, budget: Budget, dry: bool) -> dict[str, Any]:
         try:
             numbers = run(row.configuration, warmup + iterations, row.gpus, extra, profile, limit_s=budget.left, last=iterations)
         except RunFailed as error:
-            return {"result": f"failed: {error}"}
+            return {"result": f"{'out of time' if budget.left <= 0 else 'failed'}: {error}"}
         found = step_trace.waiting(step_trace.read(profile / "profile" / "rank-0.json.gz"), PROFILED) if profile else None
     numbers["tokens_per_second_per_gpu"] = numbers["tokens_per_second"] / row.gpus
     if found is not None:
@@ -298,7 +298,7 @@ COLUMNS = (
 )
 
 
-def trainings_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+def trainings_table(rows: Sequence[dict[str, Any]], goals: bool) -> list[str]:
     wide = max([len(row["row"]) for row in rows] + [3])
     lines = [f"{'row':{wide}} GPUs " + " ".join(f"{heading:>{max(8, len(heading))}}" for heading, _, _ in COLUMNS) + "  result"]
     for row in rows:
@@ -307,7 +307,7 @@ def trainings_table(rows: Sequence[dict[str, Any]]) -> list[str]:
             value = row.get(key)
             shown = "-" if value is None or (key == "all_to_all_share" and row["part"] != "mixtral") else format(value, form)
             cells.append(f"{shown:>{max(8, len(heading))}}")
-        result = "; ".join(filter(None, (row["result"].splitlines()[0], verdict(row))))
+        result = "; ".join(filter(None, (row["result"].splitlines()[0], verdict(row) if goals else "")))
         lines.append(f"{row['row']:{wide}} {row['gpus']:4d} {' '.join(cells)}  {result}")
     return lines
 
@@ -327,7 +327,7 @@ def table(rows: Sequence[dict[str, Any]], dry: bool) -> str:
     if layouts:
         lines += ["", LAYOUTS_HEAD, *layouts_table(layouts)]
     if trainings:
-        lines += ["", TRAININGS_HEAD, *trainings_table(trainings)]
+        lines += ["", TRAININGS_HEAD, *trainings_table(trainings, goals=not dry)]
     return "\n".join(lines)
 
 
