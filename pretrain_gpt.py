@@ -15,11 +15,12 @@ from megatron.core import device, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams, document_begins, packed_seq_params_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.transformer.multi_token_prediction import mtp_reports
+from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
 from megatron.training.config.checks_layout import packs_documents
@@ -54,10 +55,11 @@ def model_provider(
     config = core_transformer_config_from_args(args)
     config.logical_vocab_size, config.softmax_vocab_size = get_tokenizer().vocab_size, args.softmax_vocab_size
     use_te = args.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
     with torch.device(device.current_device()):
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage),
+            transformer_layer_spec=block,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -69,6 +71,7 @@ def model_provider(
             rope_scaling=args.use_rope_scaling,
             rope_scaling_factor=args.rope_scaling_factor,
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage),
             vp_stage=vp_stage,
             pg_collection=pg_collection,
         )
@@ -91,16 +94,19 @@ def get_batch(data_iterator: Iterator, eod: int | None = None) -> Batch:
     return data["tokens"], data["labels"], data["loss_mask"], data.get("attention_mask"), data["position_ids"], packed
 
 
-def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_func(
+    loss_mask: torch.Tensor, losses: torch.Tensor, more: dict[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Losses per token [b, s] to (sum over the tokens that count, their number, what to log). A masked token contributes nothing.
 
+    more: what else to log, by name [sum, tokens].
     The caller divides: by the tokens of the micro batch, or, with --calculate-per-token-loss, by those of the global batch.
     """
     mask = loss_mask.view(-1).float()
     # where, not a product: the loss of a masked token may be infinite, and 0 x inf is not 0
     total = torch.where(mask > 0, losses.view(-1).float() * mask, 0.0).sum()
     num_tokens = mask.sum()
-    return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
+    return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens]), **(more or {})}
 
 
 def reads_batches() -> bool:
@@ -115,7 +121,8 @@ def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch
     eod = get_tokenizer().eod if packs_documents(get_args()) else None
     tokens, labels, loss_mask, attention_mask, position_ids, packed = get_batch(data_iterator, eod) if reads_batches() else NO_BATCH
     losses = model(tokens, position_ids, attention_mask, labels=labels, packed_seq_params=packed, loss_mask=loss_mask)
-    return losses, partial(loss_func, loss_mask)
+    more = mtp_reports(unwrap_model(model)) if model.training else {}
+    return losses, partial(loss_func, loss_mask, more=more)
 
 
 if __name__ == "__main__":

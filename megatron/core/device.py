@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -195,6 +196,12 @@ def mark_profile(on: bool) -> bool:
         return False
     (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
     return True
+
+
+@cache
+def side_stream() -> Any:
+    """One stream for work beside the main one's, the same for all who ask; None on a CPU."""
+    return torch.cuda.Stream() if has_accelerator() else None
 
 
 def use_stream_of_its_own() -> None:

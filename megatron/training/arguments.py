@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron.core import optional_imports
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
+from megatron.core.transformer.transformer_engine_rules import transformer_engine_problems
 from megatron.training import flag_aliases
 from megatron.training.argument_utils import (
     CheckedLine,
@@ -26,7 +28,16 @@ from megatron.training.argument_utils import (
     check_tokens,
     yaml_tokens,
 )
-from megatron.training.config import TokenizerFlags, checks, checks_files, checks_graphs, checks_layout, checks_moe
+from megatron.training.config import (
+    TokenizerFlags,
+    checks,
+    checks_backend,
+    checks_files,
+    checks_graphs,
+    checks_latent,
+    checks_layout,
+    checks_moe,
+)
 from megatron.training.config.checks import was_given
 from megatron.training.config.data_lists import fill_from_files
 from megatron.training.resume_checks import architecture_flags
@@ -150,7 +161,8 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
     flag_aliases.apply_meanings(args)
     derive(args)
     found = ranges + [problem for rule in _rules() for problem in rule(args)]
-    args.notes += [note for note in checks.dropped_flags(args) if note not in args.notes]
+    notes = [*checks.dropped_flags(args), *checks_latent.idle_flags(args)]
+    args.notes += [note for note in notes if note not in args.notes]
     # a number out of range breaks the rules that compute with it: only the range is reported
     out_of_range = {problem.flag for problem in ranges}
     return [problem for i, problem in enumerate(found) if i < len(ranges) or problem.flag not in out_of_range]
@@ -158,7 +170,8 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
 
 def _rules() -> list[Callable[[argparse.Namespace], Any]]:
     rules = [rule for rule in checks.RULES if rule is not checks.check_ranges]
-    return [*rules, *checks_layout.RULES, *checks_moe.RULES, *checks_graphs.RULES, *checks_files.RULES]
+    by_subject = (checks_layout, checks_moe, checks_latent, checks_graphs, checks_backend, checks_files)
+    return [*rules, *(rule for subject in by_subject for rule in subject.RULES)]
 
 
 def _other_activation_given(args: argparse.Namespace, dest: str) -> bool:
@@ -174,12 +187,16 @@ def derive(args: argparse.Namespace) -> None:
             args.provenance[dest] = "derived"
 
     hidden, heads = args.hidden_size, args.num_attention_heads
+    if args.multi_latent_attention:
+        fill("rope_type", "yarn")
     if hidden and hidden > 0:
         # as Megatron-LM's command line: of the gated activations --swiglu alone narrows the default (three matrices of 8/3 x hidden
         # have as many parameters as two of 4 x hidden), --quick-geglu keeps 4 x hidden
         fill("ffn_hidden_size", default_ffn_hidden_size(hidden, gated=args.swiglu))
         if heads and heads > 0:
             fill("kv_channels", default_kv_channels(hidden, heads))
+            if args.multi_latent_attention:  # nothing reads it there: hidden_size need be no multiple of the heads
+                fill("kv_channels", args.qk_head_dim)
     args.data_parallel_size = checks_layout.data_parallel_size(args)
     if (steps := checks.batch_size_steps(args)) is not None:
         fill("global_batch_size", steps[-1][1])
@@ -220,13 +237,29 @@ def derive(args: argparse.Namespace) -> None:
 
 
 def _choose_backend(args: argparse.Namespace) -> None:
-    """Fall back to the local backend with one line; what was asked for stays in `requested_transformer_impl`."""
+    """Fall back to the local backend, with one line, where Transformer Engine cannot run; what was asked for stays in
+    `requested_transformer_impl`."""
     if not hasattr(args, "requested_transformer_impl"):
         args.requested_transformer_impl = args.transformer_impl
-    if args.transformer_impl == "transformer_engine":
+    if args.transformer_impl == "transformer_engine" and (reason := _why_no_transformer_engine(args)):
         args.transformer_impl = "local"
-        reason = "the Transformer Engine backend is not built yet"
         args.notes.append(f"WARNING: {reason}: --transformer-impl local is used instead of transformer_engine")
+
+
+def _why_no_transformer_engine(args: argparse.Namespace) -> str | None:
+    """Why it cannot be what the layers are made of. What its layers cannot do is an error where it was asked for by name."""
+    if not optional_imports.available("transformer_engine"):
+        return f"Transformer Engine is not installed ({optional_imports.INSTALL_COMMAND['transformer_engine']})"
+    from megatron.core import device
+
+    if not device.has_accelerator():
+        return "there is no GPU for Transformer Engine"
+    if was_given(args, "transformer_impl"):
+        return None
+    if args.cuda_graph_impl != "none":
+        return f"--cuda-graph-impl {args.cuda_graph_impl} excludes Transformer Engine"
+    broken = next(transformer_engine_problems(args, args.num_experts), None)
+    return None if broken is None else f"{checks.in_flags(f'{broken.setting} {broken.rule}')}"
 
 
 def microbatches_calculator_args(args: argparse.Namespace) -> tuple[Any, ...]:
@@ -372,15 +405,15 @@ def _same_named(args: argparse.Namespace, config_class: Any) -> dict[str, Any]:
 
 
 def core_transformer_config_from_args(args: argparse.Namespace, config_class: Any = None) -> Any:
-    """The TransformerConfig (or `config_class`, one of its kind) that the flags describe."""
+    """The TransformerConfig (or `config_class`, one of its kind) that the flags describe; an MLATransformerConfig for latent attention."""
     import torch
 
     from megatron.core import activations
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     finalize_args(args)
-    config_class = config_class or TransformerConfig
+    config_class = config_class or (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)
     values = _same_named(args, config_class)
     values["num_query_groups"] = args.num_query_groups if args.group_query_attention else None
     values["attention_backend"] = AttnBackend[args.attention_backend]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.async_writer import AsyncWriter
-from megatron.core.dist_checkpointing.saving import PendingSave, Written
+from megatron.core.dist_checkpointing.saving import PendingSave, SaveStrategy, Written
 from megatron.core.utils import world_is_initialized
 from megatron.training import checkpointing
 from megatron.training.phase import phase
@@ -35,7 +35,8 @@ class _UnderWay:
 class AsyncSaver:
     """Saves of one run. `start`, `poll` and `wait` are collective and raise on all ranks what failed on one."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: SaveStrategy) -> None:
+        self.strategy = strategy
         self.writer = AsyncWriter()
         self._under_way: _UnderWay | None = None
 
@@ -44,7 +45,7 @@ class AsyncSaver:
         assert self._under_way is None
         final, unfinished = checkpointing.start_folder(save, iteration)
         try:
-            pending = dist_checkpointing.begin_save(contents, unfinished, content_metadata)
+            pending = dist_checkpointing.begin_save(contents, unfinished, content_metadata, self.strategy)
             self.writer.start(pending)
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -86,6 +86,7 @@ def build_profile(args: argparse.Namespace) -> cb.Profile:
 def build_expert_log(args: argparse.Namespace) -> ExpertLog | None:
     """What reads the routers' numbers, where the model has any."""
     pattern = [] if args.num_experts is None else moe_layer_pattern(args.moe_layer_freq, args.num_layers)
+    pattern += pattern[-1:] * (args.mtp_num_layers or 0)  # layers for multi-token prediction are as the last one
     layers = [number for number, moe in enumerate(pattern, 1) if moe]
     if not layers:
         return None

@@ -3,8 +3,8 @@
 import argparse
 import random
 import re
-from collections.abc import Collection
-from dataclasses import fields
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core import device, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.parts import sharded_tensors
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
@@ -154,6 +155,18 @@ def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> di
     return shards
 
 
+def is_rounded(args: Mapping[str, Any]) -> bool:
+    """Whether a run's weights are rounded ones of its optimizer's main parameters."""
+    return bool(args.get("bf16") or args.get("fp16"))
+
+
+def main_params_of_weights(wanted: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """Shards that fill a model in fp32 from the stored main parameters, which are not rounded as the stored weights are."""
+    weights = sharded_tensors({key: value for key, value in wanted.items() if key.startswith("model")})
+    keys = [[key for name in MAIN_PARAM.values() if (key := f"optimizer.state.{name}.{weight.key}") in stored] for weight in weights]
+    return {str(number): replace(weight, key=keys[0]) for number, (weight, keys) in enumerate(zip(weights, keys, strict=True)) if keys}
+
+
 def content_metadata(optimizer: Any | None) -> dict[str, Any]:
     found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer is not None and optimizer.state_kind != "plain":
@@ -181,7 +194,8 @@ def optimizer_common(optimizer: Any) -> dict[Any, Any]:
     """
     common = optimizer.common_state_dict()
     limits = {"default_config": True, "max_lr": optimizer.config.lr, "min_lr": optimizer.config.min_lr}
-    dense, experts = [], []
+    dense: list[dict[str, Any]] = []
+    experts: list[dict[str, Any]] = []
     for group in _groups_of_pipeline(common.pop("param_groups")):
         kept = {key: value for key, value in group.items() if key != "params"}
         (experts if group["is_expert_parallel"] else dense).append({**limits, **kept})

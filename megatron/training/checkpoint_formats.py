@@ -10,10 +10,13 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
+from megatron.training.checkpoint_strategies import load_options
 from megatron.training.config.checks import was_given
+from megatron.training.dcp_checkpoints import DcpCheckpoint
 from megatron.training.legacy_checkpoints import LegacyCheckpoint, chained, is_legacy, joined_groups
 from megatron.training.optimizer_buckets import BucketedState, group_keys, is_bucketed, load_with_buckets
 from megatron.training.source_layout import KnownModel
+from megatron.training.training_log import print_rank_0
 
 
 class StoredCheckpoint(Protocol):
@@ -35,8 +38,9 @@ class StoredCheckpoint(Protocol):
 class TorchDist:
     """The torch_dist format, the optimizer's state by model key or by buckets."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, args: argparse.Namespace | None = None) -> None:
         self.folder = folder
+        self.options = {} if args is None else load_options(args)
         self.buckets: BucketedState | None = None
 
     def common(self) -> dict[str, Any]:
@@ -65,13 +69,25 @@ class TorchDist:
     def load(self, wanted: dict[str, Any]) -> dict[str, Any]:
         if self.buckets is not None:
             return load_with_buckets(self.folder, wanted, self.buckets)
-        return dist_checkpointing.load(wanted, self.folder)
+        loaded = dist_checkpointing.load(wanted, self.folder, **self.options)
+        if not isinstance(loaded, tuple):
+            return loaded
+        loaded, missing, unexpected = loaded
+        for keys, what in (
+            (unexpected, "lacks, of what this run has, which stays as it is"),
+            (missing, "holds, and this run does not load"),
+        ):
+            if keys:
+                print_rank_0(f"WARNING: {self.folder} {what}: {', '.join(sorted(keys))}")
+        return loaded
 
 
 class Legacy:
     """The `torch` format."""
 
-    def __init__(self, folder: Path) -> None:
+    checkpoint: LegacyCheckpoint
+
+    def __init__(self, folder: Path, args: argparse.Namespace | None = None) -> None:
         self.checkpoint = LegacyCheckpoint(folder)
         self.parts: dict[str, Any] = {}
 
@@ -89,7 +105,15 @@ class Legacy:
         return self.checkpoint.load(wanted, self.parts)
 
 
-_READERS: dict[str, Any] = {"torch_dist": TorchDist, "torch": Legacy}
+class TorchDcp(Legacy):
+    """The `torch_dcp` format: the state dict of a legacy checkpoint of one model-parallel rank, in other files."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace | None = None) -> None:
+        self.checkpoint = DcpCheckpoint(folder)
+        self.parts: dict[str, Any] = {}
+
+
+_READERS: dict[str, Any] = {"torch_dist": TorchDist, "torch": Legacy, "torch_dcp": TorchDcp}
 
 
 def format_of(folder: Path) -> str | None:
@@ -99,7 +123,9 @@ def format_of(folder: Path) -> str | None:
         return backend if isinstance(backend, str) else None
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return "torch" if folder.is_dir() and is_legacy(folder) else None
+    if not folder.is_dir():
+        return None
+    return "torch" if is_legacy(folder) else "torch_dcp" if (folder / ".metadata").is_file() else None
 
 
 def open_checkpoint(folder: Path, args: argparse.Namespace | None = None) -> StoredCheckpoint:
@@ -110,11 +136,11 @@ def open_checkpoint(folder: Path, args: argparse.Namespace | None = None) -> Sto
     """
     found = format_of(folder)
     if found not in _READERS:
-        return TorchDist(folder)  # which says what is wrong with it
+        return TorchDist(folder, args)  # which says what is wrong with it
     asked = args.ckpt_format if args is not None and was_given(args, "ckpt_format") and not args.auto_detect_ckpt_format else found
     if found != asked:
         raise CheckpointError(
             f"{folder} is in the format {found} and --ckpt-format {asked} was given: leave it out, or give --auto-detect-ckpt-format "
             f"to read {found} and write {asked}"
         )
-    return _READERS[found](folder)
+    return _READERS[found](folder, args)

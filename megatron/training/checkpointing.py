@@ -18,14 +18,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, dist_checkpointing
-from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError
+from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, StrictHandling
 from megatron.core.dist_checkpointing.integrity import check_sizes, write_checksums
+from megatron.core.dist_checkpointing.saving import SaveStrategy
 from megatron.core.utils import get_world_rank
-from megatron.training import checkpoint_folders, fp8_checkpoint, legacy_checkpoint_writer
+from megatron.training import checkpoint_folders, dcp_checkpoints, fp8_checkpoint, legacy_checkpoint_writer
 from megatron.training.checkpoint_contents import (
     RNG_KEY,
     content_metadata,
     contents_of,
+    is_rounded,
+    main_params_of_weights,
     model_state,
     optimizer_state,
     rng_object,
@@ -43,6 +46,7 @@ from megatron.training.checkpoint_names import (
     iteration_of,
     read_metadata,
 )
+from megatron.training.checkpoint_strategies import save_strategy
 from megatron.training.phase import phase
 from megatron.training.resume_checks import Taken, refusals
 from megatron.training.resume_report import report, schedule_report
@@ -77,8 +81,11 @@ def save_checkpoint(
     opt_param_scheduler: Any | None,
     *,
     save_rng: bool = True,
+    strategy: SaveStrategy | None = None,
 ) -> Path:
     """Write the checkpoint of `state.iteration` under `save`; return its folder. Every rank calls it.
+
+    strategy: how the ranks divide the work, one for all saves of a run; what the flags say by default.
 
     Raises OSError as the file system does (a full disk); the checkpoints that are there stay as they are.
     """
@@ -90,8 +97,11 @@ def save_checkpoint(
             if args.ckpt_format == "torch":
                 legacy_checkpoint_writer.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
                 _first_rank_does(lambda: write_checksums(unfinished, {}))
+            elif args.ckpt_format == "torch_dcp":
+                dcp_checkpoints.write(unfinished, contents, model, optimizer, rng_state() if save_rng else None)
             else:
-                dist_checkpointing.save(contents, unfinished, content_metadata=content_metadata(optimizer))
+                strategy = strategy or save_strategy(args)
+                dist_checkpointing.save(contents, unfinished, sharded_strategy=strategy, content_metadata=content_metadata(optimizer))
         except (OSError, ValueError):
             shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its space back; all ranks have failed
             raise
@@ -216,7 +226,7 @@ def load_checkpoint(
     Raises CheckpointError with all reasons why the checkpoint is not this run's, on every rank.
     """
     load = getattr(args, load_arg)
-    found = checkpoint_to_begin_with(args, load_arg)
+    found = _seen_by_all_ranks(lambda: checkpoint_to_begin_with(args, load_arg))
     if found is None:
         if load and args.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {load} holds no checkpoint ({TRACKER} is not there) and --exit-on-missing-checkpoint was given")
@@ -231,6 +241,27 @@ def load_checkpoint(
             return _restore(folder, taken, args, model, optimizer, opt_param_scheduler)
         except DamagedCheckpointError as error:
             raise CheckpointError(f"{error}. {_others(folder)}") from None
+
+
+def _seen_by_all_ranks(look: Callable[[], tuple[Path, str] | None]) -> tuple[Path, str] | None:
+    """The checkpoint that `look` finds; raises on all ranks what it raises on one, and where ranks see different ones."""
+    own: Any = None
+    try:
+        own = look()
+    except (CheckpointError, OSError) as error:
+        own = error
+    everyone = [own]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    for rank, seen in enumerate(everyone):
+        if isinstance(seen, Exception):
+            seen.failed_rank = rank  # type: ignore[attr-defined]
+            raise seen
+        if seen != everyone[0]:
+            first, other = ("no checkpoint" if one is None else str(one[0]) for one in (everyone[0], seen))
+            raise CheckpointError(f"rank 0 sees {first}, rank {rank} sees {other}: checkpoints must stand where all nodes read them")
+    return own
 
 
 def _check_sizes(folder: Path) -> None:
@@ -258,7 +289,12 @@ def _restore(
     saved = vars(common["args"]) if "args" in common else {}
     iteration = int(common.get("iteration", 0))
     state = state_from(common, iteration) if taken.position else TrainState()
-    problems = refusals(taken, saved, args) + _missing_parts(taken, common, checkpoint)
+    problems = _missing_parts(taken, common, checkpoint)
+    if StrictHandling(args.dist_ckpt_strictness).raises:
+        problems = refusals(taken, saved, args) + problems
+    else:  # takes what is there of another model
+        for problem in refusals(taken, saved, args):
+            print_rank_0(f"WARNING: {problem}")
     schedule = ""
     if taken.position and scheduler is not None:
         own, stored_schedule = scheduler.state_dict(), common.get("opt_param_scheduler")
@@ -269,7 +305,7 @@ def _restore(
         schedule = schedule_report(own, stored_schedule, args)
     if problems:  # before anything is read, on every rank: all see the same
         raise CheckpointError(f"{folder} is not for this run:" + "".join(f"\n  {problem}" for problem in problems))
-    _read(folder, taken, checkpoint, common, model, optimizer)
+    _read(folder, taken, checkpoint, common, model, optimizer, is_rounded(saved) and not is_rounded(vars(args)))
     print_rank_0(report(folder, iteration, taken, saved, args, schedule, state))
     _barrier()
     return state
@@ -293,9 +329,15 @@ def _restore_schedule(scheduler: Any, stored: dict[str, Any] | None, state: Trai
 
 
 def _read(
-    folder: Path, taken: Taken, checkpoint: StoredCheckpoint, common: dict[str, Any], model: list, optimizer: Any | None
+    folder: Path,
+    taken: Taken,
+    checkpoint: StoredCheckpoint,
+    common: dict[str, Any],
+    model: list,
+    optimizer: Any | None,
+    unrounds: bool,
 ) -> None:
-    """Fill the model, and of optimizer and random states what is taken."""
+    """Fill the model, and of optimizer and random states what is taken. unrounds: a model in fp32 goes on from one in half precision."""
     wanted: dict[str, Any] = model_state(model)
     stored = checkpoint.open_tensors(model, taken.optimizer)
     if taken.optimizer:
@@ -307,6 +349,8 @@ def _read(
         wanted[RNG_KEY] = states
     fp8_checkpoint.leave_out_missing(wanted, checkpoint)
     loaded = _load(wanted, checkpoint)
+    if taken.optimizer and unrounds:
+        checkpoint.load({"optimizer": main_params_of_weights(wanted, stored)})
     fp8_checkpoint.restore(model, loaded)
     if optimizer is not None:
         if taken.optimizer:

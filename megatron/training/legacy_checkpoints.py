@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.safe_pickle import load_torch
 from megatron.core.optimizer import has_weight_decay, is_embedding_or_output
 from megatron.training.checkpoint_names import LegacyFile, legacy_files
 from megatron.training.optimizer_buckets import STATES, place_in_buckets
-from megatron.training.source_layout import KnownModel, SourceLayout, blocks_of, place_of
+from megatron.training.source_layout import KnownModel, SourceLayout, as_stored, blocks_of, place_of
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -116,6 +116,8 @@ class LegacyCheckpoint:
                 param = known.params.get(place.key)
                 if param is None:
                     self.unknown.add(place.key)
+                    continue
+                param = as_stored(param, tuple(tensor.shape), self.layout.tensor)
                 if param is None or _is_copy(rank, param.sharding, name, place.key):
                     continue
                 part = (rank.expert_tensor, self.layout.expert_tensor) if param.sharding.is_expert else (rank.tensor, self.layout.tensor)

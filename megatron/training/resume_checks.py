@@ -146,7 +146,8 @@ def vocabulary_differences(saved: Saved, args: argparse.Namespace) -> list[str]:
             return []
         return [f"the tokenizer is {_tokenizer(now)} here and {_tokenizer(before)} there: ids would stand for other texts; give that one"]
     rows = saved.get("padded_vocab_size")
-    if not rows:
+    is_fixed = args.provenance.get("padded_vocab_size") != "derived"  # to a number of rows, which then are all the model's
+    if not rows or (is_fixed and args.padded_vocab_size == rows):
         return []
     unit, ranks = saved.get("make_vocab_size_divisible_by") or 1, saved.get("tensor_model_parallel_size") or 1
     if now["vocab_size"] <= rows <= vocab_size_with_padding(now["vocab_size"], unit, ranks):

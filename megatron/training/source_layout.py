@@ -132,12 +132,17 @@ class SourceLayout:
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
 _ONE_EXPERT = re.compile(r"(.*\bexperts\.)local_experts\.(\d+)\.(.+)")
+_AHEAD = re.compile(r"(mtp\.layers\.(\d+))\.(?:transformer_layer|mtp_model_layer)\.(.+)")  # Megatron-LM's former and present name
 _GROUPED_EXPERT = re.compile(r"(.*\bmlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def place_of(name: str, layout: SourceLayout, stage: int, chunk: int, expert_rank: int, known: KnownModel) -> Place:
     """What a rank's parameter `name` is in the whole model. The key may be one that this run's model lacks."""
     found = _LAYER.fullmatch(name)
+    if ahead := _AHEAD.fullmatch(name):
+        rest, expert = _expert_of(ahead[3], expert_rank * layout.local_experts)
+        rest = mapped_key(rest, known.key_maps.get(layout.num_layers + int(ahead[2]), {}))
+        return Place(f"{ahead[1]}.transformer_layer.{rest}", None, expert)
     if found is None:
         is_tied = name == "output_layer.weight" and name not in known.params
         return Place("embedding.word_embeddings.weight" if is_tied else name)
@@ -145,15 +150,21 @@ def place_of(name: str, layout: SourceLayout, stage: int, chunk: int, expert_ran
     layers = layout.layers(stage, chunk)
     if number >= len(layers):
         raise CheckpointError(f"{name} in the files of stage {stage}, which by the checkpoint's arguments holds {len(layers)} layers")
-    layer, expert = layers[number], None
-    if one := _ONE_EXPERT.fullmatch(rest):
-        rest, expert = f"{one[1]}experts.{one[3]}", int(one[2])
-    elif one := _GROUPED_EXPERT.fullmatch(rest):
-        rest, expert = f"{one[1]}experts.{one[2]}", int(one[3])
+    layer = layers[number]
+    rest, expert = _expert_of(rest, expert_rank * layout.local_experts)
     rest = mapped_key(rest, known.key_maps.get(layer, {}))
     stacked = f"{stack}.{rest}"
     key = stacked if stacked in known.params else f"{stack}.{layer}.{rest}"
-    return Place(key, layer, None if expert is None else expert + expert_rank * layout.local_experts)
+    return Place(key, layer, expert)
+
+
+def _expert_of(name: str, first: int) -> tuple[str, int | None]:
+    """(a layer's parameter's name as all experts have it, which expert's it is), `first` being the rank's first one."""
+    if one := _ONE_EXPERT.fullmatch(name):
+        return f"{one[1]}experts.{one[3]}", first + int(one[2])
+    if one := _GROUPED_EXPERT.fullmatch(name):
+        return f"{one[1]}experts.{one[2]}", first + int(one[3])
+    return name, None
 
 
 def with_stored_rows(sharding: ParamSharding, rows: int) -> ParamSharding:
@@ -161,6 +172,14 @@ def with_stored_rows(sharding: ParamSharding, rows: int) -> ParamSharding:
     if sharding.logical_size is None or not sharding.is_split:
         return sharding
     return replace(sharding, global_shape=(rows, *sharding.global_shape[1:]), segments=(Segment("rows", rows, "tp"),))
+
+
+def as_stored(param: KnownParam, shape: tuple[int, ...], tensor_size: int) -> KnownParam:
+    """The same where a tensor that we hold whole was stored by rows: Megatron-LM's local layers split the down-projections of latents."""
+    whole = param.sharding.global_shape
+    if param.sharding.is_split or tensor_size == 1 or len(whole) != 2 or shape != (whole[0] // tensor_size, whole[1]):
+        return param
+    return replace(param, sharding=replace(param.sharding, split_dim=0, segments=(Segment("rows", whole[0], "tp"),)))
 
 
 def blocks_of(place: Place, param: KnownParam, shape: tuple[int, ...], tensor_rank: int, tensor_size: int) -> list[Block]:

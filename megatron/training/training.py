@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import device
 from megatron.core.enums import ModelType
-from megatron.core.flops import model_flops
+from megatron.core.flops import LatentSizes, model_flops
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.cuda_graphs import FullCudaGraphWrapper
@@ -131,6 +131,8 @@ def flops_of_sample(args: argparse.Namespace) -> float:
         gated_linear_unit=args.swiglu or args.quick_geglu,
         seq_length=args.seq_length,
         vocab_size=args.softmax_vocab_size,
+        latents=LatentSizes.of(args),
+        mtp_num_layers=args.mtp_num_layers or 0,
         **_flops_of_experts(args),
     )
 
@@ -141,6 +143,7 @@ def _flops_of_experts(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "num_experts": args.num_experts,
         "moe_layers": sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers)),
+        "mtp_layers_are_moe": bool(moe_layer_pattern(args.moe_layer_freq, args.num_layers)[-1]),
         "moe_ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "moe_router_topk": args.moe_router_topk,
         "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,

@@ -141,9 +141,9 @@ if any(word.endswith("async_worker") for word in sys.orig_argv):
 """
 
 
-@pytest.mark.parametrize("trials", [1, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_while_a_slow_writer_has_the_only_one(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
+@pytest.mark.slow
+def test_killed_while_a_slow_writer_has_the_only_one(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--keep-last 1 and a writer that takes longer than the interval: the last complete one goes when the next one is complete."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_WRITER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    kill_and_go_on(corpus, tmp_path / "saved", "--async-save", trials, keep=1)
+    kill_and_go_on(corpus, tmp_path / "saved", "--async-save", 50, keep=1)

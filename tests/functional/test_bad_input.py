@@ -136,7 +136,7 @@ def test_a_save_folder_that_cannot_be_is_an_early_error(corpus: Path, tmp_path: 
 
 
 def test_layouts_of_later_versions_are_refused_by_name(corpus: Path) -> None:
-    assert_refused(train(*on(corpus, "--ckpt-format torch_dcp")), USAGE, "--ckpt-format torch_dcp")
+    assert_refused(train(*on(corpus, "--ckpt-format fsdp_dtensor")), USAGE, "--ckpt-format fsdp_dtensor")
 
 
 # --- under torchrun, which turns codes into 1 and prints a table of its own last ---

@@ -1,6 +1,7 @@
 """The distributed optimizer's state by buckets, Megatron-LM's default: its own checkpoint trained on, and such of other layouts."""
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import load_torch, plain_namespace
 from megatron.training.checkpoint_formats import open_checkpoint
 from megatron.training.optimizer_buckets import place_in_buckets
@@ -50,6 +51,12 @@ BATCH = "--bf16 --num-layers 4 --hidden-size 48 --ffn-hidden-size 68 --swiglu --
 DENSE = f"{BATCH} --disable-bias-linear --untie-embeddings-and-output-weights"
 TIED = f"{BATCH} --add-qkv-bias"
 EXPERTS = f"{BATCH} --disable-bias-linear --num-experts 4 --moe-router-load-balancing-type none"
+LATENT = (
+    f"{DENSE} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--qk-layernorm --position-embedding-type none"
+)
+LATENT_PARTS = ["linear_q_down_proj", "linear_q_up_proj.layer_norm", "linear_q_up_proj", "linear_kv_down_proj"]
+LATENT_PARTS += ["linear_kv_up_proj.layer_norm", "linear_kv_up_proj"]
 NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
 
 
@@ -71,6 +78,10 @@ class Ranks:
         if self.local:
             attention = [attention[2], *attention[:2]]
         attention += ["self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"]
+        # of latent attention the norm before it is always by itself, those of latents are fused or the last
+        latent = [f"self_attention.{part}{'_' if part.endswith('norm') else '.'}weight" for part in LATENT_PARTS]
+        latent = sorted(latent, key=lambda part: part.endswith("norm_weight")) if self.local else latent
+        attention = ["input_layernorm.weight", *attention, *latent]
         mlp = ["pre_mlp_layernorm.weight", "mlp.router.weight", NORM_BEFORE_MLP]
         mlp += [f"mlp.linear_fc{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
         return [f"decoder.layers.{part}" for part in attention + mlp if f"decoder.layers.{part}" in keys]
@@ -80,7 +91,7 @@ def cut(key: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """The part of one layer's tensor that a tensor-parallel rank holds."""
     if re.search(r"linear_fc1\.(weight|bias)$", key):
         return torch.cat([half.chunk(size, 0)[rank] for half in tensor.chunk(2, 0)])
-    if re.search(r"(linear_qkv\.(weight|bias)|word_embeddings\.weight|output_layer\.weight)$", key):
+    if re.search(r"(linear_qkv\.(weight|bias)|_up_proj\.weight|word_embeddings\.weight|output_layer\.weight)$", key):
         return tensor.chunk(size, 0)[rank]
     return tensor.chunk(size, 1)[rank] if re.search(r"(linear_proj|linear_fc2)\.weight$", key) else tensor
 
@@ -146,16 +157,13 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
             name = f"chained_0.{name}" if with_experts else name
             for number, one in enumerate(flat(registered(ranks, own, chunk, stage, tensor), ranks.bucket)):
                 contents[f"{name}.gbuf_idx_{chunk}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}.{state}"] = one
-            contents[f"{name}.optimizer"] = ShardedObject(f"{name}.optimizer", {"param_groups": [groups[0], groups[-1]]}, (1,), (0,))
+            contents[f"{name}.optimizer/shard_0_1"] = [{"param_groups": [groups[0], groups[-1]]}]
         for expert in range(ranks.expert if with_experts else 0):
             name = f"chained_1.optimizer.distributed.dp_group_idx_{expert}"
             for number, one in enumerate(flat(registered_experts(ranks, own, expert), ranks.bucket)):
                 contents[f"{name}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}.{state}"] = one
             of_experts = [group | {"is_expert_parallel": True} for group in groups if group["wd_mult"]]
-            contents[f"{name}.optimizer"] = ShardedObject(f"{name}.optimizer", {"param_groups": of_experts}, (1,), (0,))
-    for key, value in contents.items():
-        if torch.is_tensor(value):
-            contents[key] = ShardedTensor.from_rank_offsets(key, value)
+            contents[f"{name}.optimizer/shard_0_1"] = [{"param_groups": of_experts}]
     layout = {
         "tensor_model_parallel_size": ranks.tensor,
         "pipeline_model_parallel_size": ranks.pipeline,
@@ -167,9 +175,15 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
     }
     common["args"] = plain_namespace({**vars(common["args"]), **layout, **claimed})
     common["optimizer"] = {"param_state_sharding_type": "dp_reshardable"}
-    folder.mkdir(parents=True)
-    dist_checkpointing.save({**common, **contents}, folder)
+    save_plainly({**contents, "common_state/shard_0_1": [common]}, folder)
     (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(common["iteration"]))
+
+
+def save_plainly(contents: dict[str, Any], folder: Path) -> None:
+    """Write tensors and objects by torch.distributed.checkpoint alone, as another program does."""
+    plan = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(contents, storage_writer=dcp.FileSystemWriter(folder), planner=plan, no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +204,12 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 LAYOUTS = {
     "one_rank_local_norms": (DENSE, Ranks(local=True)),
+    "tp2": (DENSE, Ranks(tensor=2)),
     "tp2_pp2": (DENSE, Ranks(tensor=2, pipeline=2, bucket=9000)),
     "interleaved_tied": (TIED, Ranks(pipeline=2, chunks=2, bucket=5000)),
     "small_buckets_tied": (TIED, Ranks(bucket=3000, local=True)),
+    "latent_tp2": (LATENT, Ranks(tensor=2, bucket=5000)),
+    "latent_local_pp2": (LATENT, Ranks(pipeline=2, local=True)),
     "experts_ep2": (EXPERTS, Ranks(expert=2, bucket=20000)),
     "experts_mixed": (EXPERTS, Ranks(mixed=True, bucket=20000)),
     "experts_grouped_tp2": (EXPERTS, Ranks(tensor=2, expert=4, grouped=True)),

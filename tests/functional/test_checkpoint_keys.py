@@ -35,8 +35,10 @@ def read_plainly(folder: Path) -> dict[str, Any]:
     reader = dcp.FileSystemReader(folder)
     found: dict[str, Any] = {}
     for key, entry in reader.read_metadata().state_dict_metadata.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        found[key] = torch.full(tuple(entry.size), float("nan"), dtype=entry.properties.dtype) if is_tensor else None
+        if isinstance(entry, TensorStorageMetadata):
+            found[key] = torch.full(tuple(entry.size), float("nan"), dtype=entry.properties.dtype)
+        else:
+            found[key] = None
     dcp.load(found, storage_reader=reader, no_dist=True)
     return {key: value if torch.is_tensor(value) else value[0] for key, value in found.items()}
 

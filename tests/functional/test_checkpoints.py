@@ -393,6 +393,23 @@ def test_weight_decay_of_the_first_step_after_a_resume(
     assert seen == [{decay}] * 2
 
 
+@pytest.mark.slow
+def test_a_vocabulary_padded_for_four_ranks_and_back(corpus: Path, tmp_path: Path) -> None:
+    """250 ids: 256 rows on one rank, 512 on four. Rows of ids keep their bits."""
+    prefix = write_corpus(tmp_path / "text", vocab=249)
+    frozen = "--vocab-size 249 --lr 0 --min-lr 0 --weight-decay 0 --override-opt_param-scheduler"
+    first = train(*on(prefix, f"--vocab-size 249 --exit-interval 1 --save {tmp_path}/one"))
+    second = on_ranks(
+        4, *on(prefix, frozen, f"--tensor-model-parallel-size 4 --exit-interval 2 --load {tmp_path}/one --save {tmp_path}/four")
+    )
+    third = train(*on(prefix, frozen, f"--exit-interval 3 --load {tmp_path}/four --save {tmp_path}/back"))
+    assert [result.code for result in (first, second, third)] == [0] * 3, second.err
+    key = "embedding.word_embeddings.weight"
+    rows = [checkpoint_tensors(tmp_path / name, iteration)[key] for iteration, name in enumerate(("one", "four", "back"), 1)]
+    assert [len(one) for one in rows] == [256, 512, 256]
+    assert torch.equal(rows[0][:250], rows[1][:250]) and torch.equal(rows[0][:250], rows[2][:250])
+
+
 # --- flags from the checkpoint ---
 
 

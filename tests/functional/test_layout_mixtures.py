@@ -18,11 +18,17 @@ SIZE = "--num-layers 4 --global-batch-size 8 --micro-batch-size 1 --lr 1e-3"
 MODELS = {
     "gpt": "",
     "llama": "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",
+    "--untie-embeddings-and-output-weights --num-attention-heads 8 --group-query-attention --num-query-groups 4",
 }
 MODELS["moe"] = (
     f"{MODELS['llama']} --num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
     "--moe-ffn-hidden-size 96 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
+# as DeepSeek-V3's: latents, one dense layer before those with experts, one that looks ahead
+MODELS["deepseek"] = (
+    f"{MODELS['moe'].replace('--group-query-attention --num-query-groups 4', '')} --multi-latent-attention --q-lora-rank 24 "
+    "--kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 4 --mscale 1.0 "
+    "--mscale-all-dim 1.0 --mtp-num-layers 1 --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 48"
 )
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
@@ -65,6 +71,16 @@ EXPERT_LAYOUTS: dict[str, tuple[int, str]] = {
     "cp2 ep2": (2, f"{CP} {EP} {SHARDED} {GROUPED}"),
     "ep2 pp2 vpp2 instances": (8, f"{EP} {VPP} {SHARDED} --num-distributed-optimizer-instances 2 {GROUPED}"),
 }
+LATENT_LAYOUTS: dict[str, tuple[int, str]] = {
+    "one": (1, ""),
+    "tp2 sp": (2, f"{SP} {GROUPED}"),
+    "sharded": (2, f"{SHARDED} {GROUPED}"),
+    "tp2 sp pp2 dp2 ep2 recompute": (
+        8,
+        f"{SP} {PP} {EP} {SHARDED} {GROUPED} --recompute-granularity selective --recompute-modules mla_up_proj moe",
+    ),
+}
+LAYOUTS_OF = {"moe": EXPERT_LAYOUTS, "deepseek": LATENT_LAYOUTS}  # of the others: LAYOUTS
 # the layout that saves after half of its steps -> those that go on
 MOVES = {
     "one": ("dp2", "tp4", "pp4", "tp2 sp pp2 vpp2"),
@@ -89,20 +105,22 @@ EXPERT_MOVES = {
     "tp2 sp ep2 etp1": ("cp2 ep2", "tp2 sp ep2"),
     "ep2 pp2 vpp2 instances": ("one",),
 }
-FAST = {("gpt", "tp2 sp pp2", "pp2 dp2 sharded"), ("moe", "one", "ep2 sharded")}
+LATENT_MOVES: dict[str, tuple[str, ...]] = {"tp2 sp": ("sharded",), "one": ("tp2 sp pp2 dp2 ep2 recompute",)}
+MOVES_OF = {"moe": EXPERT_MOVES, "deepseek": LATENT_MOVES}
+FAST = {("gpt", "tp2 sp pp2", "pp2 dp2 sharded"), ("moe", "one", "ep2 sharded"), ("deepseek", "tp2 sp", "sharded")}
 LATER = "--train-iters 4 --save-interval 2"
 
 
 def cases():
     for model in MODELS:
-        for source, targets in (EXPERT_MOVES if model == "moe" else MOVES).items():
+        for source, targets in MOVES_OF.get(model, MOVES).items():
             for target in targets:
                 marks = [] if (model, source, target) in FAST else [pytest.mark.slow(reason="`make test-layouts` runs them all")]
                 yield pytest.param(model, source, target, id=f"{model}: {source} to {target}", marks=marks)
 
 
 def run(corpus: Path, model: str, layout: str, *words: str | Path) -> Result:
-    processes, flags = (EXPERT_LAYOUTS if model == "moe" else LAYOUTS)[layout]
+    processes, flags = LAYOUTS_OF.get(model, LAYOUTS)[layout]
     line = on(corpus, SIZE, MODELS[model], flags, *words)
     result = train(*line) if processes == 1 else on_ranks(processes, *line)
     assert result.code == 0, f"{layout}: {result.err}"
@@ -133,5 +151,5 @@ def test_moved_to_another_layout_training_goes_on_as_it_would_have(
     assert moved.column("iteration") == [3, 4] and moved.column("lr") == unmoved.column("lr")[2:]
     assert moved.losses() == pytest.approx(unmoved.losses()[2:], rel=1e-6)
     assert moved.column("grad_norm") == pytest.approx(unmoved.column("grad_norm")[2:], rel=1e-5)
-    for column in ("lm_loss", "grad_norm"):
+    for column in ("lm_loss", "grad_norm", *(["mtp_1_loss"] if model == "deepseek" else [])):
         assert unmoved.column(column) == pytest.approx(alone.column(column), rel=1e-5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing import CheckpointError, load_plain_tensors
 from megatron.core.dist_checkpointing.safe_pickle import load_torch, plain_namespace
 from megatron.training import legacy_checkpoint_writer
 from megatron.training.checkpoint_formats import open_checkpoint
@@ -86,6 +86,8 @@ def test_a_damaged_legacy_checkpoint_is_an_error(golden: Path, tmp_path: Path, h
 # --- what we write ---
 
 LAYERS = "--num-layers 4 --swiglu --untie-embeddings-and-output-weights"
+STILL = "--lr 0 --min-lr 0 --override-opt-param-scheduler --train-iters 3 --auto-detect-ckpt-format"
+WIDE = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 
 
 def test_the_written_file_is_megatron_lms(corpus: Path, tmp_path: Path) -> None:
@@ -129,9 +131,19 @@ def test_the_written_file_is_megatron_lms(corpus: Path, tmp_path: Path) -> None:
             "",
             id="tp2_pp2_interleaved",
         ),
+        pytest.param(f"{LAYERS} --mtp-num-layers 1", "--tensor-model-parallel-size 2", 2, "", id="ahead", marks=pytest.mark.slow),
         pytest.param("--num-layers 4", "--pipeline-model-parallel-size 2", 2, "--bf16", id="tied_pp2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "--expert-model-parallel-size 2", 2, "--moe-grouped-gemm", id="experts", marks=pytest.mark.slow),
         pytest.param(f"{EXPERTS} --moe-grouped-gemm", "", 1, "", id="grouped_experts", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, f"{WIDE} --expert-model-parallel-size 2", 2, "", id="experts_of_another_tensor_size"),
+        pytest.param(
+            EXPERTS,
+            f"{WIDE} --expert-model-parallel-size 4 --use-distributed-optimizer --moe-grouped-gemm",
+            4,
+            "--use-distributed-optimizer",
+            id="experts_of_another_tensor_size_distributed",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("--num-layers 4", "--use-distributed-optimizer", 2, "", id="distributed"),
         pytest.param(
             EXPERTS,
@@ -167,6 +179,41 @@ def test_what_one_layout_wrote_another_reads(
     assert rest.column("iteration") == [3, 4]
     assert rest.losses() == pytest.approx(whole.losses()[2:], rel=2e-3 if precision else 3e-6)
     assert rest.column("lr") == whole.column("lr")[2:]
+
+
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm "
+    "--swiglu --disable-bias-linear --normalization RMSNorm"
+)
+
+
+def test_latent_attention_of_local_layers_is_read(corpus: Path, tmp_path: Path) -> None:
+    """Names of the file are the modules' own, norms last; Megatron-LM's local layers split the down-projections too, by rows."""
+    whole = train(*on(corpus, LATENT))
+    first = f"--tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path / 'saved'} --exit-interval 2"
+    assert on_ranks(2, *on(corpus, LATENT, first)).code == 0
+    folder = tmp_path / "saved" / "iter_0000002"
+    (folder / "checksums.json").unlink()  # from here on it is as another program wrote it
+    for rank in (0, 1):
+        path = folder / f"mp_rank_0{rank}" / "model_optim_rng.pt"
+        file = load_torch(str(path))
+        file["args"] = plain_namespace(vars(file["args"]))
+        tensors = {name: tensor for name, tensor in file["model"].items() if torch.is_tensor(tensor)}
+        own = [name.rpartition(".")[0].removeprefix("decoder.layers.1.self_attention.") for name in tensors if ".1.self_att" in name]
+        projections = ["linear_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
+        assert own == [*projections, "q_layernorm", "kv_layernorm"]
+        state = file["optimizer"]["state"]
+        decayed = [name for name, tensor in tensors.items() if tensor.dim() > 1]
+        for number, name in enumerate(decayed):
+            if "down_proj" in name:
+                file["model"][name] = tensors[name].chunk(2)[rank].clone()
+                state[number] |= {moment: state[number][moment].chunk(2)[rank].clone() for moment in ("exp_avg", "exp_avg_sq")}
+        torch.save(file, path)
+    for reader, ranks in (("", 1), ("--tensor-model-parallel-size 2 --sequence-parallel", 2)):
+        flags = (*on(corpus, LATENT), reader, f"--load {tmp_path / 'saved'}")
+        rest = train(*flags) if ranks == 1 else on_ranks(ranks, *flags)
+        assert rest.code == 0, rest.err
+        assert rest.losses() == pytest.approx(whole.losses()[2:], rel=3e-6)
 
 
 def test_a_folder_of_the_other_format_is_read_and_this_one_written(corpus: Path, tmp_path: Path) -> None:
@@ -228,3 +275,47 @@ def test_experts_among_the_other_parameters_are_read(corpus: Path, tmp_path: Pat
     torch.save(file, path)
     refused = train(*on(corpus, EXPERTS, f"--load {tmp_path}"))
     assert refused.code == 1 and "parameter group 1" in refused.errors[0] and "--no-load-optim" in refused.errors[0]
+
+
+def test_experts_that_files_cannot_hold_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Where several ranks would write one file; on reading too."""
+    narrow = f"--ckpt-format torch --save {tmp_path} --expert-tensor-parallel-size 2"
+    refused = on_ranks(2, *on(corpus, EXPERTS, narrow))
+    assert refused.code == 2 and "several would write the same file" in refused.err and "torch_dist" in refused.err
+    assert train(*on(corpus, EXPERTS, f"--ckpt-format torch --save {tmp_path} --exit-interval 2")).code == 0
+    path = tmp_path / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt"
+    (tmp_path / "iter_0000002" / "checksums.json").unlink()
+    file = load_torch(str(path))
+    file["args"] = plain_namespace(vars(file["args"]) | {"expert_tensor_parallel_size": 2})
+    torch.save(file, path)
+    unread = train(*on(corpus, EXPERTS, f"--load {tmp_path}"))
+    assert unread.code == 1 and "several would write the same file" in unread.errors[0]
+
+
+@pytest.mark.parametrize(
+    "writer",
+    [
+        "",
+        "--ckpt-format torch",
+        pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param("--ckpt-format torch --use-distributed-optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_fp32_goes_on_from_the_main_parameters_of_bf16(corpus: Path, tmp_path: Path, writer: str) -> None:
+    """The weights of such a checkpoint are rounded, its optimizer's are not. A step of rate 0 shows what the run began with."""
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    assert train(*on(corpus, f"--bf16 {writer} --save {half} --exit-interval 2")).code == 0
+    assert train(*on(corpus, f"--bf16 {writer} --load {half} --save {tmp_path / 'same'} --ckpt-format torch_dist", STILL)).code == 0
+    result = train(*on(corpus, f"--load {half} --save {whole}", STILL))
+    assert result.code == 0, result.err
+    mains = load_plain_tensors(tmp_path / "same" / "iter_0000003")
+    found = load_plain_tensors(whole / "iter_0000003")
+    weights = [key for key in found if not key.startswith("optimizer.")]
+    for key in weights:
+        main = next(mains[name] for kind in ("fp32_param", "param") if (name := f"optimizer.state.{kind}.{key}") in mains)
+        assert found[key].dtype == torch.float32 and torch.equal(found[key], main), key
+    assert any(not torch.equal(found[key], mains[key].float()) for key in weights)
+    alone = train(*on(corpus, f"--load {half} --no-load-optim --save {tmp_path / 'rounded'}", STILL))
+    assert alone.code == 0, alone.err
+    rounded = load_plain_tensors(tmp_path / "rounded" / "iter_0000003")
+    assert all(torch.equal(rounded[key], mains[key].float()) for key in weights)

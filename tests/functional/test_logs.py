@@ -200,3 +200,16 @@ def test_a_profile_of_some_steps(corpus: Path, tmp_path: Path) -> None:
     assert [entry["ms"] for entry in kernels.values()] == sorted((entry["ms"] for entry in kernels.values()), reverse=True)
     assert (tmp_path / "profile" / "rank-0.json.gz").stat().st_size > 0
     assert "profile of iterations 2 to 3" in result.out
+
+
+def test_losses_of_tokens_further_ahead_are_logged(corpus: Path) -> None:
+    """By depth, behind the model's own, which they do not enter; an evaluation has none."""
+    result = train(*on(corpus, "--mtp-num-layers 2 --eval-iters 1 --eval-interval 2"))
+    assert result.code == 0, result.err
+    lines = training_lines(result)
+    assert len(lines) == 4 and all(
+        re.search(r"\| lm loss: \S+ \| mtp_1 loss: \S+ \| mtp_2 loss: \S+ \| loss scale", line) for line in lines
+    )
+    assert "mtp" not in "".join(line for line in result.out.splitlines() if "validation" in line)
+    first = result.steps[0]
+    assert first["mtp_1_loss"] == pytest.approx(first["lm_loss"], rel=0.2), "all predict nothing at first"

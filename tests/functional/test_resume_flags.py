@@ -143,8 +143,8 @@ def test_flags_that_are_not_built_are_refused_by_name(corpus: Path) -> None:
     flags += ["--non-persistent-local-ckpt-dir x", "--non-persistent-local-ckpt-algo atomic", "--override-ckpt-iteration 3"]
     flags += ["--use-mp-args-from-checkpoint-args", "--load-main-params-from-ckpt", "--optimizer-cpu-offload"]
     flags += ["--use-precision-aware-optimizer"]
-    result = train(*on(corpus), " ".join(flags))
-    assert result.code == 2
+    result = train(*on(corpus), " ".join(flags), "--optimizer muon")
+    assert result.code == 2 and "--optimizer muon: muon is not built yet" in result.err
     for flag in flags:
         assert f"{flag}: is a Megatron-LM flag that this version does not support yet" in result.err
 
@@ -213,3 +213,19 @@ def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(resume_checks, "vocabulary_differences", differences)
     monkeypatch.setattr("megatron.training.resume_report.vocabulary_differences", differences)
+
+
+def test_ranks_that_see_different_checkpoints_end_at_once(corpus: Path, saved: Path, tmp_path: Path) -> None:
+    """--load on the nodes' own disks: one rank would begin anew, and the others wait for it."""
+    script = tmp_path / "own_disk.py"
+    script.write_text(
+        "import os, runpy\n"
+        "from megatron.training import checkpointing\n"
+        "find = checkpointing.find_checkpoint\n"
+        "checkpointing.find_checkpoint = lambda load, step=None: None if os.environ['RANK'] == '1' else find(load, step)\n"
+        "runpy.run_path('pretrain_gpt.py', run_name='__main__')\n"
+    )
+    results = each_rank(2, *on(corpus), f"--load {saved} {MORE}", script=str(script), timeout=60)
+    assert [result.code for result in results] == [1, 1]
+    (line,) = {line for result in results for line in result.errors}
+    assert f"rank 0 sees {saved}/iter_0000004, rank 1 sees no checkpoint" in line

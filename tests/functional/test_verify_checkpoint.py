@@ -1,6 +1,7 @@
 """tools/checkpoint/verify.py: what it says of a checkpoint, and its exit code when one is damaged."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_numbers_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert verify.main([str(folder), "--values"]) == 1
     text = capsys.readouterr().out
     assert "bad: 1 NaN, 2 infinite of 4" in text and "good:" not in text
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dcp"])
+def test_other_formats(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture, form: str) -> None:
+    assert train(*on(corpus), f"--bf16 --train-iters 2 --save {tmp_path} --ckpt-format {form}").code == 0
+    assert verify.main([str(tmp_path), "--values"]) == 0
+    text = capsys.readouterr().out
+    for part in ("iteration 2, version 3.0", "num_layers 2, hidden_size 64", "all as written", "all are finite"):
+        assert part in text, f"{part!r} is not in\n{text}"
+    rows = {
+        (name, dtype): size for name, size, dtype in re.findall(r"^  (\S.*?) +\d+ tensors +([\d,]+) numbers +(\w+)", text, re.MULTILINE)
+    }
+    for name, dtype in (("weights", "bfloat16"), ("optimizer exp_avg", "float32"), ("optimizer fp32_from_fp16_params", "float32")):
+        assert rows[name, dtype] == "112,384", text
+    data = next(tmp_path.glob("iter_0000002/*.distcp" if form == "torch_dcp" else "iter_0000002/*/model_optim_rng.pt"))
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+    assert verify.main([str(tmp_path)]) == 1 and data.name in capsys.readouterr().out
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

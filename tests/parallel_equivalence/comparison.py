@@ -1,6 +1,7 @@
 """What the ranks of a layout saw, held against what one process saw."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel.param_sharding import local_part
 from tests.distributed import ranks
 from tests.parallel_equivalence.harness import Key, Trace, Traces, Weight, train_all, train_alone
-from tests.parallel_equivalence.layouts import STEPS, Layout, Tolerances
+from tests.parallel_equivalence.layouts import MODELS, STEPS, Layout, Tolerances
 
 
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -30,40 +31,42 @@ def part_of(whole: torch.Tensor, weight: Weight) -> torch.Tensor:
     return local_part(whole, weight.sharding, weight.rank, weight.size)
 
 
-def differences(trace: Trace, reference: Trace, tolerances: dict[str, float]) -> list[str]:
-    """What a rank has otherwise than one process, in words, in the order in which a training computes it."""
-    found = []
-
-    def judge(kind: str, name: str, difference: float) -> None:
-        if kind in tolerances and not difference <= tolerances[kind]:
-            found.append(f"{kind} of {name} is off by {difference:.1e}, allowed {tolerances[kind]:.0e}")
-
-    for key, weight in trace.initial.items():
-        if not torch.equal(weight.value, part_of(reference.initial[key].value, weight)):
-            found.append(f"initial weight {key} has other bits")
+def measured(trace: Trace, reference: Trace) -> Iterator[tuple[str, str, float]]:
+    """(kind of number, its name, relative difference between a rank and one process), in the order in which a training computes them."""
     for place, activation in trace.activations.items():
-        judge("forward", str(place), distance(activation.value, reference.activations[place].value[activation.positions]))
+        yield "forward", str(place), distance(activation.value, reference.activations[place].value[activation.positions])
     for step, (loss, expected) in enumerate(zip(trace.losses, reference.losses)):
-        judge("first loss" if step == 0 else "later loss", f"step {step + 1}", abs(loss - expected) / abs(expected))
+        yield "first loss" if step == 0 else "later loss", f"step {step + 1}", abs(loss - expected) / abs(expected)
     for kind, mine, theirs in (
         ("gradient", trace.gradients, reference.gradients),
         ("trained weight", trace.trained, reference.trained),
     ):
         for key, weight in mine.items():
-            judge(kind, str(key), distance(weight.value, part_of(theirs[key].value, weight)))
+            yield kind, str(key), distance(weight.value, part_of(theirs[key].value, weight))
     for step, (norm, expected) in enumerate(zip(trace.norms, reference.norms)):
-        judge("gradient norm", f"step {step + 1}", abs(norm - expected) / expected)
+        yield "gradient norm", f"step {step + 1}", abs(norm - expected) / expected
+
+
+def differences(trace: Trace, reference: Trace, tolerances: dict[str, float]) -> list[str]:
+    """What a rank has otherwise than one process, in words."""
+    found = []
+    for key, weight in trace.initial.items():
+        if not torch.equal(weight.value, part_of(reference.initial[key].value, weight)):
+            found.append(f"initial weight {key} has other bits")
+    for kind, name, difference in measured(trace, reference):
+        if kind in tolerances and not difference <= tolerances[kind]:
+            found.append(f"{kind} of {name} is off by {difference:.1e}, allowed {tolerances[kind]:.0e}")
     return found
 
 
-def coverage(traces: Sequence[Trace], reference: Trace, layout: Layout) -> list[str]:
-    """What one process has and no rank, or too few: a comparison of nothing finds nothing."""
+def coverage(traces: Sequence[Trace], reference: Trace, layout: Layout, depths: int = 0) -> list[str]:
+    """What one process has and no rank, or too few: a comparison of nothing finds nothing. depths: of multi-token prediction."""
     found = []
     for name in ("initial", "gradients", "trained", "activations"):
         seen, expected = {key for trace in traces for key in getattr(trace, name)}, set(getattr(reference, name))
         if seen != expected or not expected:
             found.append(f"{name}: the ranks and one process differ in {sorted(seen ^ expected, key=str)}")
-    outputs = layout.global_microbatches * (layout.num_layers + 3)  # of layers, embedding, final norm and loss
+    outputs = layout.global_microbatches * (layout.num_layers + depths + 3)  # of layers, embedding, final norm and loss
     if len(reference.activations) != outputs:
         found.append(f"activations: {len(reference.activations)} were kept instead of {outputs}")
     for place, activation in reference.activations.items():
@@ -118,16 +121,31 @@ def report(layout: Layout, results: Sequence[Traces], tolerances: Tolerances, ba
     for model, dtype in results[0]:
         expected = reference(layout.alone, model, dtype, backend)
         traces = [rank[model, dtype] for rank in results]
-        found += [f"{model} {dtype}: {text}" for text in coverage(traces, expected, layout)]
+        found += [f"{model} {dtype}: {text}" for text in coverage(traces, expected, layout, MODELS[model].config.get("mtp_num_layers", 0))]
         for rank, trace in enumerate(traces):
             found += [f"{model} {dtype} rank {rank}: {text}" for text in differences(trace, expected, tolerances[dtype])]
         found += [f"{model} {dtype}: {text}" for text in unmarked_differences(traces)]
     return found
 
 
-def trained(layout: Layout, dtypes: Sequence[torch.dtype], fault: object = None, backend: str = "gloo") -> list[Traces]:
+def largest(layout: Layout, results: Sequence[Traces], backend: str = "gloo") -> dict[torch.dtype, dict[str, float]]:
+    """Of each dtype and kind of number the largest difference between any rank and one process; nan where one of them is."""
+    found: dict[torch.dtype, dict[str, list[float]]] = {}
+    for rank in results:
+        for (model, dtype), trace in rank.items():
+            for kind, _, difference in measured(trace, reference(layout.alone, model, dtype, backend)):
+                found.setdefault(dtype, {}).setdefault(kind, []).append(difference)
+    return {
+        dtype: {kind: max(values, key=lambda value: (math.isnan(value), value)) for kind, values in kinds.items()}
+        for dtype, kinds in found.items()
+    }
+
+
+def trained(
+    layout: Layout, dtypes: Sequence[torch.dtype], fault: object = None, backend: str = "gloo", timeout: float = 240
+) -> list[Traces]:
     """What each rank of the layout saw."""
-    return ranks(backend).run(layout.world_size, train_all, layout, tuple(dtypes), fault, name=layout.name)
+    return ranks(backend).run(layout.world_size, train_all, layout, tuple(dtypes), fault, name=layout.name, timeout=timeout)
 
 
 def assert_equals_one_process(layout: Layout, tolerances: Tolerances, backend: str = "gloo") -> None:

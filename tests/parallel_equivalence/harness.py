@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import device, parallel_state
 from megatron.core.context_parallel import positions_of_rank, split_for_context_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_sharding import ParamRecord, ParamSharding, build_param_table
 from megatron.core.tokenizers.build import vocab_size_with_padding
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
 from tests.parallel_equivalence.layouts import (
     DIVISIBLE_BY,
@@ -96,7 +96,8 @@ def config_of(layout: Layout, model_name: str, dtype: torch.dtype) -> Transforme
     settings |= MODELS[model_name].config | layout.config | RECOMPUTE.get(layout.recompute or "", {})
     if layout.cp_comm_type is not None:
         settings["cp_comm_type"] = layout.cp_comm_type
-    return TransformerConfig(
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return kind(
         num_layers=layout.num_layers,
         hidden_size=HIDDEN,
         init_method_std=0.1,  # activations and gradients of a size that shows faults
@@ -138,15 +139,17 @@ def build(layout: Layout, model_name: str, dtype: torch.dtype) -> tuple[list[Dis
     for number in range(layout.vpp or 1):
         config = config_of(layout, model_name, dtype)
         vp_stage = None if layout.vpp is None else number
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         chunk: torch.nn.Module = GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage),
+            block,
             vocab_size_with_padding(TOKENS, DIVISIBLE_BY, layout.tp),
             SEQ,
             pre_process=stage == 0 and number == 0,
             post_process=stage == layout.pp - 1 and number == (layout.vpp or 1) - 1,
             share_embeddings_and_output_weights=model.tied,
             position_embedding_type=model.position,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=vp_stage),
             vp_stage=vp_stage,
             pg_collection=groups,
         ).to(device.current_device())
@@ -221,6 +224,8 @@ class Recorder:
                 parts["embedding"] = model.embedding
             if model.post_process:
                 parts["final norm"] = model.decoder.final_layernorm
+                ahead = () if model.mtp is None else model.mtp.layers
+                parts |= {f"depth {depth}": layer for depth, layer in enumerate(ahead, 1)}
             for name, part in parts.items():
                 part.register_forward_hook(partial(self._hook, name))
 
@@ -233,7 +238,8 @@ class Recorder:
         if split:
             positions = positions.chunk(self.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
         assert self.now is not None
-        self.trace.activations[self.now, name] = Activation(value.detach().cpu().clone(), positions)
+        # the first time: multi-token prediction asks the embedding again, in one process the same module
+        self.trace.activations.setdefault((self.now, name), Activation(value.detach().cpu().clone(), positions))
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
         data = {name: value.to(device.current_device()) for name, value in next(data_iterator).items()}

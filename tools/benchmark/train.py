@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -58,9 +59,30 @@ CONFIGURATIONS |= {
     for recipe in ("delayed", "tensorwise", "blockwise")
 }
 
+# shapes of whole models, for several GPUs
+CONFIGURATIONS |= {
+    "llama8B": ("pretrain_llama.py", f"{CONFIGURATIONS['llama8L'][1]} --num-layers 32 --global-batch-size 128"),
+    "mixtral8x7B": (
+        "pretrain_llama.py",
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+        "--kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 --rotary-base 1000000 --micro-batch-size 1 "
+        "--global-batch-size 64 --vocab-size 31999 --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 2e-2 --moe-grouped-gemm "
+        "--moe-token-dispatcher-type alltoall --moe-permute-fusion",
+    ),
+}
 
-def run(name: str, iterations: int, processes: int, extra: list[str], profile: Path | None = None) -> dict:
-    """Run it and return the numbers. The trainer's own output goes to ours. `profile`: a folder for the kernels of two steps more."""
+
+class RunFailed(SystemExit):
+    """The trainer ended with an error, or did not end in time: says which, and ends a program that does not ask."""
+
+
+def run(
+    name: str, iterations: int, processes: int, extra: list[str], profile: Path | None = None, limit_s: float = inf, last: int = LAST
+) -> dict:
+    """Run it and return the numbers, medians of the `last` iterations. The trainer's own output goes to ours.
+
+    `profile`: a folder for the kernels of two steps more. `limit_s`: seconds after which it is ended. Raises RunFailed.
+    """
     script, flags = CONFIGURATIONS[name]
     last_step = iterations
     if profile is not None:
@@ -69,7 +91,7 @@ def run(name: str, iterations: int, processes: int, extra: list[str], profile: P
         extra = [*extra, *f"--profile --use-pytorch-profiler {steps} --tensorboard-dir".split(), str(profile)]
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(last_step)]
         command += ["--metrics-file", str(metrics), *extra]
         print("$ " + shlex.join(command), flush=True)
@@ -79,14 +101,17 @@ def run(name: str, iterations: int, processes: int, extra: list[str], profile: P
         while process.poll() is None:
             if first is None and metrics.exists() and metrics.stat().st_size:
                 first = time.time() - started
+            if time.time() - started > limit_s:
+                _end(process)
+                raise RunFailed(f"{name} was ended after {limit_s:.0f} s")
             time.sleep(0.05)
         if process.returncode:
-            sys.exit(f"{name} ended with code {process.returncode}")
+            raise RunFailed(f"{name} ended with code {process.returncode}")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    last = [row for row in rows if "elapsed_ms" in row and row["iteration"] <= iterations][-LAST:]
+    measured = [row for row in rows if "elapsed_ms" in row and row["iteration"] <= iterations][-last:]
 
     def median(key: str) -> float | None:
-        values = [row[key] for row in last if row[key] is not None]
+        values = [row[key] for row in measured if row[key] is not None]
         return statistics.median(values) if values else None
 
     return {
@@ -94,10 +119,20 @@ def run(name: str, iterations: int, processes: int, extra: list[str], profile: P
         "processes": processes,
         "seconds_to_first_iteration": first,
         **{key: median(key) for key in ("elapsed_ms", "tflops", "mfu", "tokens_per_second")},
-        "peak_memory_gib": max(row["memory"] for row in last) / 2**30,
-        "last_loss": last[-1]["lm_loss"],
+        "peak_memory_gib": max(row["memory"] for row in measured) / 2**30,
+        "last_loss": measured[-1]["lm_loss"],
         **({} if profile is None else {"kernels": breakdown(profile / "profile" / "kernels-rank-0.json")}),
     }
+
+
+def _end(launcher: subprocess.Popen) -> None:
+    """torchrun ends its processes when it is asked to end, and they hold GPUs: it gets time for it."""
+    launcher.terminate()
+    try:
+        launcher.wait(60)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
 
 
 def main() -> None:

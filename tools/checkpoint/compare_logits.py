@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.mapping import leaves, map_leaves
-from megatron.core.export.conversion import HFModel
+from megatron.core.export.conversion import HFModel, dtype_of
 from megatron.core.export.hf_configs import ConversionError, Flags, flags_of_checkpoint
 from megatron.core.export.weights import Weights, arguments_in
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -115,7 +115,7 @@ class TheirLayers:
             config["max_window_layers"] = 0 if layer >= config.get("max_window_layers", 28) else 1
         if model.flags["num_experts"]:
             moe = moe_layer_pattern(model.flags["moe_layer_freq"], model.flags["num_layers"])[layer]
-            config |= {"decoder_sparse_step": 1, "mlp_only_layers": [] if moe else [0]}
+            config |= {"decoder_sparse_step": 1, "mlp_only_layers": [] if moe else [0], "first_k_dense_replace": int(not moe)}
         if not whole_vocabulary:
             config["vocab_size"] = SMALL_VOCAB
         config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
@@ -136,7 +136,7 @@ class TheirLayers:
                     found[there] = torch.zeros(vocab, *piece.shape[1:])
                     continue
                 tensor = self.model.read(name)
-                found[there] = (tensor if self.dtype is None else tensor.to(self.dtype)).float()
+                found[there] = (tensor if self.dtype is None else tensor.to(dtype_of(piece, self.dtype))).float()
         if layer > 0 and "transformer.wpe.weight" in found:  # GPT-2 adds positions to whatever goes in
             found["transformer.wpe.weight"] = torch.zeros_like(found["transformer.wpe.weight"])
         return found
@@ -150,6 +150,7 @@ class OurLayers:
         saved = arguments_in(weights)
         self.flags: Flags = flags_of_checkpoint(saved)
         self.args = args_of_checkpoint(saved)
+        self.args.mtp_num_layers = None  # in training alone, and transformers' model has none of it
         embedding = weights.tensors["embedding.word_embeddings.weight"]
         self.dtype, self.rows = embedding.dtype, embedding.global_shape[0]
 

@@ -137,9 +137,9 @@ def find_source_files(load_dir: Path, weights: Weights) -> Path | None:
     """The folder with the config.json and the tokenizer that a checkpoint came from: beside it, or where a run that goes on from it
     has its tokenizer."""
     places = [load_dir / HF_FILES, weights.folder.parent / HF_FILES]
-    saved = weights.common.get("args")
-    if getattr(saved, "tokenizer_type", None) == "HuggingFaceTokenizer" and saved.tokenizer_model:
-        places.append(Path(saved.tokenizer_model))
+    saved = arguments_in(weights)
+    if saved.get("tokenizer_type") == "HuggingFaceTokenizer" and saved.get("tokenizer_model"):
+        places.append(Path(saved["tokenizer_model"]))
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
@@ -200,7 +200,7 @@ def hf_source(args: argparse.Namespace) -> Source:
     model = HFModel(args.load_dir, args.untie_embeddings_and_output_weights)
     has_tokenizer = any((args.load_dir / name).is_file() for name in TOKENIZERS)
     saved = checkpoint_arguments(model, (args.save_dir / HF_FILES).resolve() if has_tokenizer else None)
-    dtype = DTYPES.get(args.dtype) or model.dtype()
+    dtype, fp32 = DTYPES.get(args.dtype) or model.dtype(), {piece.key for piece in model.pieces if piece.fp32}
     contents = {"args": saved, "checkpoint_version": 3.0, "iteration": 0, "num_floating_point_operations_so_far": 0}
     if exact_gelu(model.flags):
         print("WARNING: the model has the exact GELU: train on with --no-bias-gelu-fusion, else it becomes the tanh approximation")
@@ -208,9 +208,9 @@ def hf_source(args: argparse.Namespace) -> Source:
     return Source(
         RELEASE,
         contents,
-        model.pieces,
+        [piece for piece in model.pieces if not piece.copy],
         lambda pieces: [model.read_piece(piece) for piece in pieces],
-        lambda _: dtype,
+        lambda key: torch.float32 if key in fp32 else dtype,
         model.sizes.padded_vocab,
         model.vocab,
         args.load_dir,

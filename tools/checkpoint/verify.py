@@ -6,7 +6,7 @@ byte against its checksum. Ends with 1 and the file's name when one is damaged, 
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.dist_checkpointing.integrity import CHECKSUMS_FILE, damaged_files, read_checksums
+from megatron.core.dist_checkpointing.safe_pickle import load_torch
+from megatron.training.checkpoint_formats import format_of
 from megatron.training.checkpoint_names import RELEASE, TRACKER, iteration_of
 from megatron.training.checkpointing import find_checkpoint
+from megatron.training.dcp_checkpoints import DcpCheckpoint
+from megatron.training.legacy_checkpoints import MODEL_FILE, OPTIMIZER_FILE
 
 OPTIMIZER = "optimizer.state."
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts", "seq_length")
@@ -42,6 +46,13 @@ def group_of(key: str) -> str:
     return f"optimizer {key.removeprefix(OPTIMIZER).partition('.')[0]}" if key.startswith(OPTIMIZER) else "weights"
 
 
+def group_in_state_dict(key: str) -> str:
+    """The same of a key that is a path in a nested state dict (torch, torch_dcp)."""
+    top, *rest = key.split(".")
+    names = [name for name in rest if not name.isdigit() and name not in ("optimizer", "state")]
+    return "weights" if top.startswith("model") else " ".join([top, *names[-1:]])
+
+
 def optimizer_kind(keys: set[str], common: dict[str, Any]) -> str:
     if not any(key.startswith("optimizer.") for key in keys):
         return "none"
@@ -55,42 +66,95 @@ def elements(tensor: ShardedTensor) -> int:
     return torch.Size(tensor.global_shape).numel()
 
 
-def show_groups(tensors: dict[str, ShardedTensor]) -> Iterator[str]:
+def show_groups(tensors: Iterable[tuple[str, torch.dtype, int]]) -> Iterator[str]:
+    """tensors: group, dtype and number of elements of each."""
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
-    for key, tensor in tensors.items():
-        groups.setdefault((group_of(key), tensor.dtype), []).append(elements(tensor))
+    for group, dtype, size in tensors:
+        groups.setdefault((group, dtype), []).append(size)
     for (name, dtype), sizes in sorted(groups.items(), key=lambda item: (item[0][0] != "weights", str(item[0]))):
         stored = sum(sizes) * dtype.itemsize / 1e6
         yield f"  {name:<24}{len(sizes):>5} tensors {sum(sizes):>16,} numbers  {str(dtype).removeprefix('torch.'):<9}{stored:>12,.1f} MB"
+
+
+def show_origin(name: str, common: dict[str, Any]) -> Iterator[str]:
+    """Format, and what the stored arguments say."""
+    saved = vars(common["args"]) if "args" in common else {}
+    iteration, version = (common.get(name, "not stated") for name in ("iteration", "checkpoint_version"))
+    yield f"format      {name}, iteration {iteration}, version {version}"
+    for title, names in (("model", SHAPE), ("written at", WRITERS), ("run", RUN)):
+        found = [f"{name} {saved[name]}" for name in names if saved.get(name) is not None]
+        yield f"{title:<12}{', '.join(found) or 'not stated'}"
 
 
 def describe(folder: Path) -> Iterator[str]:
     """The report of a torch_dist checkpoint, line by line."""
     tensors = dist_checkpointing.load_tensors_metadata(folder)
     common = dist_checkpointing.load_common_state_dict(folder)
-    saved = vars(common["args"]) if "args" in common else {}
-    iteration, version = (common.get(name, "not stated") for name in ("iteration", "checkpoint_version"))
-    yield f"format      torch_dist, iteration {iteration}, version {version}"
-    for title, names in (("model", SHAPE), ("written at", WRITERS), ("run", RUN)):
-        found = [f"{name} {saved[name]}" for name in names if saved.get(name) is not None]
-        yield f"{title:<12}{', '.join(found) or 'not stated'}"
+    yield from show_origin("torch_dist", common)
     total = sum(elements(tensor) for key, tensor in tensors.items() if group_of(key) == "weights" and not key.startswith("optimizer."))
     yield f"parameters  {total:,}"
     yield f"optimizer   {optimizer_kind(set(tensors), common)}"
     yield "contents"
-    yield from show_groups(tensors)
+    yield from show_groups((group_of(key), tensor.dtype, elements(tensor)) for key, tensor in tensors.items())
     yield "weights"
     for key, tensor in tensors.items():
         if group_of(key) == "weights":
             yield f"  {key:<60} {tuple(tensor.global_shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def not_finite(folder: Path) -> Iterator[str]:
-    """A line for each tensor with NaN or infinite numbers; one tensor at a time is in memory."""
-    for key, tensor in dist_checkpointing.load_tensors_metadata(folder).items():
+def tensors_within(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Path and tensor of all in a nested state dict."""
+    if torch.is_tensor(value):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_within(item, f"{path}.{key}" if path else str(key))
+
+
+def legacy_files(folder: Path) -> Iterator[Any]:
+    """The state dict of each model-parallel rank; tensors are read when they are used."""
+    for path in sorted(folder.glob(f"*/{MODEL_FILE}")):
+        yield load_torch(str(path), mmap=True)
+
+
+def describe_legacy(folder: Path) -> Iterator[str]:
+    """The report of a checkpoint of the `torch` format: its tensors are those of the ranks' files, copies among them."""
+    files = list(legacy_files(folder))
+    yield from show_origin("torch (legacy)", files[0])
+    yield f"contents, of {len(files)} model-parallel ranks' files"
+    found = [named for file in files for named in tensors_within(file, "")]
+    yield from show_groups((group_in_state_dict(path), tensor.dtype, tensor.numel()) for path, tensor in found)
+    if list(folder.glob(f"*/{OPTIMIZER_FILE}")):
+        yield f"  the distributed optimizer's state is in {OPTIMIZER_FILE} beside each"
+
+
+def describe_dcp(folder: Path) -> Iterator[str]:
+    """The report of a checkpoint of the `torch_dcp` format."""
+    checkpoint = DcpCheckpoint(folder)
+    yield from show_origin("torch_dcp", checkpoint.common())
+    yield "contents"
+    stored = checkpoint.tensors().items()
+    yield from show_groups((group_in_state_dict(key), tensor.dtype, elements(tensor)) for key, tensor in stored)
+
+
+def stored_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Key and values of each tensor of floating-point numbers; one at a time is in memory."""
+    form = format_of(folder)
+    if form == "torch":
+        for file in legacy_files(folder):
+            yield from tensors_within(file, "")
+        return
+    dcp = DcpCheckpoint(folder) if form == "torch_dcp" else None
+    for key, tensor in (dcp.tensors() if dcp else dist_checkpointing.load_tensors_metadata(folder)).items():
         if tensor.dtype.is_floating_point:
             tensor.init_data("cpu")
-            values = dist_checkpointing.load({key: tensor}, folder)[key]
+            yield key, dcp.values(key) if dcp else dist_checkpointing.load({key: tensor}, folder)[key]
+
+
+def not_finite(folder: Path) -> Iterator[str]:
+    """A line for each tensor with NaN or infinite numbers."""
+    for key, values in stored_values(folder):
+        if values.is_floating_point():
             values = values.float() if values.dtype.itemsize == 1 else values
             nan, infinite = int(values.isnan().sum()), int(values.isinf().sum())
             if nan or infinite:
@@ -110,10 +174,7 @@ def verify(folder: Path, with_values: bool) -> bool:
         print(f"DAMAGED     {problem}")
     if damaged:
         return False
-    if not (folder / "metadata.json").exists() and any(folder.glob("mp_rank_*")):
-        print("format      torch (legacy): one file a rank; its contents are not listed here")
-        return True
-    for line in describe(folder):
+    for line in {"torch": describe_legacy, "torch_dcp": describe_dcp}.get(format_of(folder) or "", describe)(folder):
         print(line)
     if not with_values:
         return True

@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from .saving import PendingSave, Written
 ALIGNMENT = 64  # bytes
 ROOT = Path(__file__).resolve().parents[3]
 LEAVE = 5.0  # seconds that the process may take to end
+STALL = 600.0  # seconds for which its file may stay as it is while it writes
+LOOK = 1.0  # seconds between two looks at the file while it is waited for
 
 
 class AsyncWriter:
@@ -45,6 +49,8 @@ class AsyncWriter:
         self._memory: mmap.mmap | None = None
         self._size = 0
         self._outcome: Written | Exception | None = None
+        self._file: Path | None = None  # that is being written
+        self._seen, self._since = 0, 0.0  # its size, and since when it has that one
 
     def start(self, pending: PendingSave) -> None:
         """Copy what this rank writes, and let the worker write it. The state may change when this returns."""
@@ -68,6 +74,7 @@ class AsyncWriter:
         device.synchronize()
         job = Job(str(pending.folder), pending.name, pending.items, places, objects, self._size)
         pending.planner = None  # the state belongs to training again
+        self._file, self._seen, self._since = pending.folder / pending.name, 0, time.monotonic()
         try:
             self._connection.send(job)
         except OSError:
@@ -85,27 +92,39 @@ class AsyncWriter:
 
     def has_ended(self) -> bool:
         """Whether the worker is done with what was started, or has failed."""
-        if self._outcome is None and self._connection.poll(0):
-            self._receive()
+        if self._outcome is None:
+            self._look(0)
         return self._outcome is not None
 
     def has_failed(self) -> bool:
         return self.has_ended() and isinstance(self._outcome, Exception)
 
     def result(self) -> Written:
-        """Wait for the file. Raises what the worker failed with, ChildProcessError when it is gone."""
-        if self._outcome is None:
-            self._receive()
+        """Wait for the file. Raises what the worker failed with, ChildProcessError when it is gone, TimeoutError when it hangs."""
+        while self._outcome is None:
+            self._look(LOOK)
         if isinstance(self._outcome, Exception):
             raise self._outcome
         assert self._outcome is not None
         return self._outcome
 
-    def _receive(self) -> None:
+    def _look(self, seconds: float) -> None:
+        """See whether the worker reports within so many seconds, or hangs."""
         try:
-            self._outcome = self._connection.recv()
+            if self._connection.poll(seconds):
+                self._outcome = self._connection.recv()
+                return
         except (EOFError, OSError):
             self._outcome = self._death()
+            return
+        assert self._file is not None
+        size, now = self._file.stat().st_size if self._file.exists() else 0, time.monotonic()
+        if size != self._seen:
+            self._seen, self._since = size, now
+        elif now - self._since > STALL:
+            self._outcome = TimeoutError(
+                f"the process that writes checkpoints hangs: {self._file} has had {size:,} bytes for {STALL:.0f} s; look at the file system"
+            )
 
     def _death(self) -> ChildProcessError:
         try:
@@ -119,7 +138,8 @@ class AsyncWriter:
         """End the worker, whatever it is doing."""
         self._connection.close()
         self.process.kill()
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a hanging disk cannot even be killed
+            self.process.wait(LEAVE)
         if self._memory is not None:
             device.unpin_memory(torch.frombuffer(self._memory, dtype=torch.uint8))
             self._memory = None

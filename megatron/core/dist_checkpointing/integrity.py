@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files, and writes that are on the disk when they return. No torch.
 
 On disk (ours, nothing else reads it): `checksums.json` =
-{"algorithm": "crc32", "files": {name: {"bytes": size, "parts": [[start, crc], ...]}}, "own": crc of `files` as text}.
+{"algorithm": one of checksum.py's, "files": {name: {"bytes": size, "parts": [[start, checksum], ...]}}, "own": CRC-32 of `files` as text}.
 Parts follow each other without a gap, the first from 0, the last to the end, so that a reader of one tensor checks that tensor alone.
 An item of three parts is a torch.save whose middle one is the tensor itself, row by row, in this byte order.
 Names are relative to the checkpoint's folder, `metadata.json` among them. A checkpoint without it (Megatron-LM's) is read unchecked.
@@ -12,42 +12,60 @@ import os
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from .checksum import ALGORITHMS, BLOCK, WRITTEN, Algorithm
 from .errors import DamagedCheckpointError
 
 CHECKSUMS_FILE = "checksums.json"
-CHUNK = 4 * 2**20  # bytes read at a time
-IN_CACHE = 2**20  # bytes written at a time
+SYNC_BYTES = 2**26  # the disk gets to work when so many are written, and so on
+
+
+class Part(NamedTuple):
+    """A stretch of a file with a checksum of its own."""
+
+    start: int
+    length: int
+    checksum: int
+    algorithm: str
+
+    @property
+    def add(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
 
 
 @dataclass
 class FileSum:
-    """Size of a file and (start, CRC-32) of each of its parts."""
+    """Size of a file and (start, checksum) of each of its parts."""
 
     size: int = 0
     parts: list[tuple[int, int]] = field(default_factory=list)
+    algorithm: str = WRITTEN
 
-    def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(start, length, CRC-32) of each part."""
+    def spans(self) -> Iterator[Part]:
         ends = [start for start, _ in self.parts[1:]] + [self.size]
-        for (start, crc), end in zip(self.parts, ends):  # a rank may have nothing to write: no parts
-            yield start, end - start, crc
+        for (start, checksum), end in zip(self.parts, ends):  # a rank may have nothing to write: no parts
+            yield Part(start, end - start, checksum, self.algorithm)
 
 
 class ChecksummedFile:
     """A file open for writing that keeps the checksums of what is written. `sync` before `close` puts it on the disk.
 
+    The disk works while more is written: a thread syncs what there is, again and again.
     `failure` is the OSError of a write that failed: torch, in whose hands the file is then, reports another exception.
     """
 
     def __init__(self, path: Path) -> None:
         self.sum = FileSum()
         self.failure: OSError | None = None
-        self._crc = 0
+        self._part = bytearray()  # what was written of the present one
         self._file = open(path, "wb", buffering=2**17)  # noqa: SIM115  (closed by close)
+        self._syncer = ThreadPoolExecutor(1)
+        self._synced: Future[None] | None = None
+        self._sync_at = SYNC_BYTES
 
     def begin_part(self) -> int:
         """What follows is a part of its own. Returns where it begins."""
@@ -56,42 +74,44 @@ class ChecksummedFile:
         return self.sum.size
 
     def _end_part(self) -> None:
-        if self.sum.parts:
-            self.sum.parts[-1] = (self.sum.parts[-1][0], self._crc)
-        self._crc = 0
+        if self._part:
+            self.sum.parts[-1] = (self.sum.parts[-1][0], ALGORITHMS[WRITTEN](self._part, 0))
+            self._part = bytearray()
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._crc = zlib.crc32(view, self._crc)
+        """Write what may be little; a copy waits for the end of the part."""
+        self._part += data
+        self._try_to_put(memoryview(data).cast("B"))
+        return len(data)
+
+    def write_data(self, view: memoryview) -> None:
+        """Write much at once, as a part of its own, in pieces that are still in the cache when they are written."""
+        start, checksum = self.begin_part(), 0
+        for place in range(0, len(view), BLOCK):
+            piece = view[place : place + BLOCK]
+            checksum = ALGORITHMS[WRITTEN](piece, checksum)
+            self._try_to_put(piece)
+        self.sum.parts[-1] = (start, checksum)
+        self.begin_part()
+
+    def _try_to_put(self, view: memoryview) -> None:
         try:
             self._put(view)
         except OSError as error:
             self.failure = self.failure or error
             raise
         self.sum.size += len(view)
-        return len(view)
-
-    def write_data(self, view: memoryview) -> int:
-        """Write much at once, as a part of its own. Returns the CRC-32.
-
-        In pieces that are still in the cache when they are written; a thread to add them up would be waited for at every tensor.
-        """
-        self.begin_part()
-        try:
-            for start in range(0, len(view), IN_CACHE):
-                piece = view[start : start + IN_CACHE]
-                self._crc = zlib.crc32(piece, self._crc)
-                self._put(piece)
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-        self.sum.size += len(view)
-        written = self._crc
-        self.begin_part()
-        return written
 
     def _put(self, view: memoryview) -> None:
         self._file.write(view)
+        if self.sum.size >= self._sync_at and (self._synced is None or self._synced.done()):
+            self._wait_for_syncer()
+            self._synced = self._syncer.submit(os.fdatasync, self._file.fileno())
+            self._sync_at = self.sum.size + SYNC_BYTES
+
+    def _wait_for_syncer(self) -> None:
+        if self._synced is not None:
+            self._synced.result()  # the system reports a failed write to the first who asks
 
     def flush(self) -> None:
         """torch calls it after each tensor; nobody reads before `sync`."""
@@ -99,9 +119,11 @@ class ChecksummedFile:
     def sync(self) -> None:
         self._end_part()
         self._file.flush()
+        self._wait_for_syncer()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        self._syncer.shutdown()
         self._file.close()
 
 
@@ -130,25 +152,25 @@ def replace_synced(path: Path, text: str, suffix: str) -> None:
     sync_folder(path.parent)
 
 
-def _crc_of(path: Path, start: int = 0, length: int | None = None) -> tuple[int, int]:
-    """(bytes read, CRC-32) of a stretch of a file, to its end by default."""
-    crc, count = 0, 0
+def _checksum_of(path: Path, start: int, length: int, add: Algorithm) -> int:
+    """Checksum of a stretch of a file."""
+    found = 0
     with open(path, "rb") as file:
         file.seek(start)
-        while chunk := file.read(CHUNK if length is None else min(CHUNK, length - count)):
-            crc, count = zlib.crc32(chunk, crc), count + len(chunk)
-    return count, crc
+        for place in range(0, length, BLOCK):
+            found = add(file.read(min(BLOCK, length - place)), found)
+    return found
 
 
 def sum_of_file(path: Path) -> FileSum:
     """Checksum of a file that somebody else wrote, as one part."""
-    size, crc = _crc_of(path)
-    return FileSum(size, [(0, crc)])
+    size = path.stat().st_size
+    return FileSum(size, [(0, _checksum_of(path, 0, size, ALGORITHMS[WRITTEN]))])
 
 
 def sum_of_text(text: str) -> FileSum:
     data = text.encode()
-    return FileSum(len(data), [(0, zlib.crc32(data))])
+    return FileSum(len(data), [(0, ALGORITHMS[WRITTEN](data, 0))])
 
 
 def write_checksums(folder: Path, sums: dict[str, FileSum]) -> None:
@@ -159,7 +181,7 @@ def write_checksums(folder: Path, sums: dict[str, FileSum]) -> None:
             sums = {**sums, name: sum_of_file(path)}
     files = {name: {"bytes": value.size, "parts": value.parts} for name, value in sorted(sums.items())}
     own = zlib.crc32(json.dumps(files).encode())
-    write_synced(folder / CHECKSUMS_FILE, json.dumps({"algorithm": "crc32", "files": files, "own": own}))
+    write_synced(folder / CHECKSUMS_FILE, json.dumps({"algorithm": WRITTEN, "files": files, "own": own}))
 
 
 def read_checksums(folder: str | os.PathLike[str]) -> dict[str, FileSum] | None:
@@ -167,9 +189,12 @@ def read_checksums(folder: str | os.PathLike[str]) -> dict[str, FileSum] | None:
     path = Path(folder) / CHECKSUMS_FILE
     try:
         stored = json.loads(path.read_bytes())
-        if zlib.crc32(json.dumps(stored["files"]).encode()) != stored["own"] or stored["algorithm"] != "crc32":
+        if zlib.crc32(json.dumps(stored["files"]).encode()) != stored["own"] or stored["algorithm"] not in ALGORITHMS:
             raise ValueError("its own checksum does not fit")
-        return {name: FileSum(entry["bytes"], [(start, crc) for start, crc in entry["parts"]]) for name, entry in stored["files"].items()}
+        return {
+            name: FileSum(entry["bytes"], [(start, checksum) for start, checksum in entry["parts"]], stored["algorithm"])
+            for name, entry in stored["files"].items()
+        }
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -186,24 +211,21 @@ def check_sizes(folder: str | os.PathLike[str]) -> None:
             raise DamagedCheckpointError(f"{path} is damaged: it has {size} bytes, {expected.size} were written")
 
 
-Parts = list[tuple[int, int, int]]  # (start, length, CRC-32) of each part of a file
-
-
-def parts_within(parts: Parts, start: int, length: int) -> Parts:
+def parts_within(parts: list[Part], start: int, length: int) -> list[Part]:
     """The parts of a file that lie in a stretch of it."""
-    return [part for part in parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + length,))] if part[1]]
+    return [part for part in parts[bisect_left(parts, (start,)) : bisect_left(parts, (start + length,))] if part.length]
 
 
-def check_parts(path: Path, start: int, data: Any, parts: Parts) -> None:
+def check_parts(path: Path, start: int, data: Any, parts: list[Part]) -> None:
     """Raise DamagedCheckpointError unless `data`, read at `start`, are the parts that were written there."""
-    for begin, length, crc in parts:
-        check_part(path, begin, zlib.crc32(data[begin - start : begin - start + length]), (begin, length, crc))
+    for part in parts:
+        check_part(path, part, part.add(data[part.start - start : part.start - start + part.length], 0))
 
 
-def check_part(path: Path, start: int, found: int, part: tuple[int, int, int]) -> None:
+def check_part(path: Path, part: Part, found: int) -> None:
     """Raise DamagedCheckpointError unless the checksum that was found is that of the part."""
-    if found != part[2]:
-        raise DamagedCheckpointError(f"{path} is damaged: its {part[1]} bytes at {start} are not those that were written")
+    if found != part.checksum:
+        raise DamagedCheckpointError(f"{path} is damaged: its {part.length} bytes at {part.start} are not those that were written")
 
 
 def damaged_files(folder: str | os.PathLike[str]) -> list[str]:
@@ -217,7 +239,7 @@ def damaged_files(folder: str | os.PathLike[str]) -> list[str]:
         elif size != expected.size:
             found.append(f"{path} is damaged: it has {size} bytes, {expected.size} were written")
         else:
-            wrong = [start for start, length, crc in expected.spans() if _crc_of(path, start, length) != (length, crc)]
+            wrong = [part for part in expected.spans() if _checksum_of(path, part.start, part.length, part.add) != part.checksum]
             if wrong:
-                found.append(f"{path} is damaged: the bytes from {wrong[0]} on are not those that were written")
+                found.append(f"{path} is damaged: the bytes from {wrong[0].start} on are not those that were written")
     return found

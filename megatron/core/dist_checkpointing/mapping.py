@@ -1,5 +1,6 @@
 """What a value in a sharded state dict can be: a piece of a global tensor, a piece of a global list of objects, or a recipe for pieces."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,12 +36,15 @@ class ShardedTensor:
     replica_id: ReplicaId = 0
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
+    flattened_range: None = None  # of older versions of Megatron-LM; another value is refused
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
         """Raise ValueError when the block does not lie in the global tensor or the data has another shape or dtype."""
+        if self.flattened_range is not None:
+            raise ValueError(f"{self.key}: flattened_range {self.flattened_range} is not supported: give blocks of whole rows")
         axes = len(self.global_shape)
         if len(self.global_offset) != axes or len(self.local_shape) + self.prepend_axis_num != axes:
             raise ValueError(f"{self.key}: {self.local_shape} at {self.global_offset} does not fit a global shape of {self.global_shape}")
@@ -63,6 +67,7 @@ class ShardedTensor:
         *rank_offsets: tuple[int, int, int],
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
+        flattened_range: None = None,
         **init_kwargs: Any,
     ) -> "ShardedTensor":
         """A block of a regular grid: each `rank_offsets` entry is (axis, this block's index, number of blocks along it)."""
@@ -73,9 +78,41 @@ class ShardedTensor:
             if not 0 <= index < count:
                 raise ValueError(f"{key}: block {index} of {count} along axis {axis} does not exist")
             offset[axis], shape[axis], fragments[axis] = index * chunk[axis], count * chunk[axis], count
-        return cls(
-            key, data, data.dtype, local_shape, tuple(shape), tuple(offset), tuple(fragments), replica_id, prepend_axis_num, **init_kwargs
-        )
+        place = (tuple(shape), tuple(offset), tuple(fragments))
+        init_kwargs |= {"replica_id": replica_id, "prepend_axis_num": prepend_axis_num, "flattened_range": flattened_range}
+        return cls(key, data, data.dtype, local_shape, *place, **init_kwargs)
+
+    def has_regular_grid(self) -> bool:
+        """Whether the global tensor is a grid of blocks of this one's shape (axis_fragmentations)."""
+        return self.axis_fragmentations is not None
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """This block's place in the grid of blocks. Raises ValueError where there is no regular one."""
+        if self.axis_fragmentations is None:
+            raise ValueError(f"{self.key} is no part of a regular grid: it has no axis_fragmentations")
+        counts = zip(self.global_offset, self.global_shape, self.axis_fragmentations, strict=True)
+        return tuple(offset * count // size if size else 0 for offset, size, count in counts)
+
+    def narrow(self, dim: int, start: int, length: int) -> list["ShardedTensor"]:
+        """The elements [start, start + length) of the global tensor's axis `dim` as a tensor of its own: this block's part, or none of it.
+
+        `dim` counts the prepended axes. The data of the result is a view.
+        """
+        if not 0 <= start <= start + length <= self.global_shape[dim]:
+            raise ValueError(f"{self.key}: [{start}, {start + length}) is not within axis {dim} of {self.global_shape}")
+        own = dim - self.prepend_axis_num
+        first, size = self.global_offset[dim], self.chunk_shape[dim]
+        low, high = max(first, start), min(first + size, start + length)
+        if low >= high:
+            return []
+        data, local = self.data, list(self.local_shape)
+        if own >= 0:
+            data = None if data is None else data.narrow(own, low - first, high - low)
+            local[own] = high - low
+        shape, offset = list(self.global_shape), list(self.global_offset)
+        shape[dim], offset[dim] = length, low - start
+        changed = replace(self, data=None, local_shape=tuple(local), global_shape=tuple(shape), global_offset=tuple(offset))
+        return [replace(changed, data=data, axis_fragmentations=None)]
 
     def without_data(self) -> "ShardedTensor":
         return replace(self, data=None)
@@ -95,6 +132,32 @@ class ShardedObject:
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
     replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise ValueError when the element does not lie in the grid."""
+        inside = (0 <= place < size for place, size in zip(self.global_offset, self.global_shape, strict=False))
+        if len(self.global_offset) != len(self.global_shape) or not all(inside):
+            raise ValueError(f"{self.key}: the grid of {self.global_shape} objects has none at {self.global_offset}")
+
+    @classmethod
+    def parsed(cls, unique_key: str, replica_id: ReplicaId = 0) -> "ShardedObject | None":
+        """The object of that name on disk, without data; None where the name is not one of an object."""
+        place = re.fullmatch(r"(.*)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", unique_key)
+        if place is None:
+            return None
+        offset, shape = (tuple(map(int, numbers.split("."))) for numbers in place.groups()[1:])
+        return cls(place[1], None, shape, offset, replica_id)
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> "ShardedObject":
+        """`parsed`, with ValueError for another name."""
+        found = cls.parsed(unique_key, replica_id)
+        if found is None:
+            raise ValueError(f"{unique_key} is no object's name: these are <key>/shard_<offset>_<shape>")
+        return found
 
     @property
     def unique_key(self) -> str:
@@ -128,6 +191,12 @@ class ShardedTensorFactory:
     merge_fn: Callable[[Any], torch.Tensor]
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
+
+    def validate_metadata_integrity(self) -> None:
+        """The pieces do that for themselves when they are built."""
+
+    def without_data(self) -> "ShardedTensorFactory":
+        return replace(self, data=None)  # type: ignore[arg-type]
 
     def build(self) -> ShardedStateDict:
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)

@@ -8,7 +8,8 @@ import torch
 
 from .errors import CheckpointError
 from .mapping import ShardedStateDict, ShardedTensor, StateDict
-from .serialization import _build_factories, _listed, _merge, _split
+from .state_dicts import merged, split, with_built_factories
+from .validation import listed
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def load_from_parts(sharded_state_dict: ShardedStateDict, parts: Parts, where: s
 
     parts: key -> every stored block of it and the tensor that it lies in. Raises CheckpointError that lists what `where` lacks.
     """
-    built = _build_factories(sharded_state_dict)
+    built = with_built_factories(sharded_state_dict)
     missing: list[str] = []
-    for tensor in _split(built)[0]:
+    for tensor in split(built)[0]:
         tensor.init_data("cpu")
         filled = 0
         stored = parts.get(tensor.key, [])
@@ -94,10 +95,10 @@ def load_from_parts(sharded_state_dict: ShardedStateDict, parts: Parts, where: s
         if uncovered(tensor, filled) and torch.Size(tensor.chunk_shape).numel():
             missing.append(tensor.key)
     if missing:
-        raise CheckpointError(f"{where} lacks what this run needs, or has it in another shape:{_listed(sorted(set(missing)))}")
-    return _merge(sharded_state_dict, built)
+        raise CheckpointError(f"{where} lacks what this run needs, or has it in another shape:{listed(sorted(set(missing)))}")
+    return merged(sharded_state_dict, built)
 
 
 def sharded_tensors(sharded_state_dict: Any) -> list[ShardedTensor]:
     """All of them, factories' pieces among them (views of the factory's tensor)."""
-    return _split(_build_factories(sharded_state_dict))[0]
+    return split(with_built_factories(sharded_state_dict))[0]

@@ -1,6 +1,6 @@
 """Writing the `torch_dist` format: every rank its file, then rank 0 the index, the checksums and `metadata.json`.
 
-In three steps, so that the middle one can be done elsewhere and later (async_writer.py): `PendingSave` agrees on what each rank writes,
+In three steps, so that the middle one can be done elsewhere and later (async_writer.py): `SaveStrategy` agrees on what each rank writes,
 `write_shards` writes a rank's file, `PendingSave.commit` makes the folder a checkpoint.
 """
 
@@ -9,7 +9,6 @@ import io
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.core.utils import get_world_rank, world_is_initialized
+from megatron.core.utils import Group, get_pg_rank, get_world_rank, world_is_initialized
 
+from .errors import CheckpointError
 from .integrity import ChecksummedFile, FileSum, sum_of_text, sync_folder, write_checksums, write_synced
+from .mapping import ShardedObject, ShardedTensor, is_main_replica
 from .planners import ShardedSavePlanner
+from .replicas import ShardId, held_by_all, id_of, keys_of_copies, to_write
+from .validation import check_whole
 
 METADATA_FILE = "metadata.json"
 METADATA = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
@@ -79,37 +82,17 @@ def write_shards(folder: Path, name: str, items: list[WriteItem], resolve: Calla
 class _DataInPlace:
     """A file in which torch.save leaves room for a tensor's numbers: they are written there from where they lie.
 
-    torch would add up their checksum first, then hand them over: twice the time that a fast disk takes. The file is the same but for the id
-    that torch makes of its checksums.
+    torch would add up their CRC-32 first, which takes as long as a fast disk: the zip file has none of them, as after
+    torch.serialization.set_crc32_options(False). Readers of torch.save do not look at it.
     """
 
     def __init__(self, stream: ChecksummedFile, data: memoryview) -> None:
         self.stream, self.data = stream, data
-        self.described = False
-        self.crc: bytes | None = None  # of the numbers, once they are written, as zip files have it
-
-    def write(self, piece: Any) -> int:
-        return self.stream.write(piece if self.crc is None else self._with_crc(bytearray(piece)))
+        self.write, self.flush = stream.write, stream.flush
 
     def seek(self, offset: int, whence: int) -> None:
-        assert whence == os.SEEK_CUR and offset == len(self.data) and self.crc is None
-        self.crc = struct.pack("<I", self.stream.write_data(self.data))
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def _with_crc(self, piece: bytearray) -> bytearray:
-        """The checksum that torch did not know, in the descriptor after the numbers and in the directory at the end of the zip file."""
-        if piece.startswith(b"PK\x07\x08") and not self.described:
-            self.described = True
-            piece[4:8] = self.crc or b""
-        place = 0
-        while piece[place : place + 4] == b"PK\x01\x02":
-            name, extra, comment = struct.unpack_from("<HHH", piece, place + 28)
-            if piece[place + 46 : place + 46 + name].endswith(b"/data/0"):
-                piece[place + 16 : place + 20] = self.crc or b""
-            place += 46 + name + extra + comment
-        return piece
+        assert whence == os.SEEK_CUR and offset == len(self.data)
+        self.stream.write_data(self.data)
 
 
 def _save_tensor(tensor: torch.Tensor, stream: ChecksummedFile) -> None:
@@ -155,32 +138,95 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
 
 def _told(error: Exception) -> Exception:
     """An exception of a type that survives the way to other ranks."""
-    if isinstance(error, OSError) and type(error).__module__ == "builtins":
+    if isinstance(error, CheckpointError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
         return error
     told = ValueError(f"rank {get_world_rank()}: {error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
     told.__cause__ = error
     return told
 
 
-class PendingSave:
-    """A save into an existing, empty folder that all ranks have agreed on. Building one is collective.
+def _true_on_all_ranks(own: bool) -> bool:
+    if not world_is_initialized() or dist.get_world_size() == 1:
+        return own
+    flag = torch.tensor(int(own), dtype=torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
-    Raises ValueError when the ranks' shards leave a gap in a tensor or overlap.
+
+@dataclass
+class Agreement:
+    """What the ranks agreed to write. It holds for every state of the same structure."""
+
+    structure: list[tuple]  # of all that this rank holds
+    mine: set[ShardId]  # tensors that it writes
+    items: list[WriteItem]  # these and its objects
+    index: Metadata | None  # of the whole, on rank 0
+
+
+@dataclass
+class SaveStrategy:
+    """Who writes what. The object is kept from save to save where the agreement is to be.
+
+    group: ranks that share out the shards that several of them hold; None: main replicas alone are written.
+    assume_constant_structure: agree once, and again when a rank's tensors or objects are others than they were; the ranks then
+    exchange one number instead of their plans, which are not validated again.
     """
 
-    def __init__(self, folder: Path, planner: ShardedSavePlanner) -> None:
+    group: Group = None
+    assume_constant_structure: bool = False
+    agreed: Agreement | None = None
+
+    def agree(self, tensors: list[ShardedTensor], objects: list[ShardedObject], validate: bool) -> tuple[ShardedSavePlanner, Agreement]:
+        """Collective. Raises ValueError when the shards do not make up whole tensors."""
+        structure: list[tuple] = [(*id_of(one), one.global_shape, one.dtype, one.replica_id, one.prepend_axis_num) for one in tensors]
+        structure += [(item.unique_key, item.replica_id) for item in objects]
+        if self.assume_constant_structure and _true_on_all_ranks(self.agreed is not None and self.agreed.structure == structure):
+            assert self.agreed is not None
+            return self._planner({id_of(one): one for one in tensors if id_of(one) in self.agreed.mine}, objects), self.agreed
+        planner, items, index = self._plan(tensors, objects, validate)
+        agreement = Agreement(structure, {id_of(one) for one in planner.tensors}, items, index)
+        self.agreed = agreement if self.assume_constant_structure else None
+        return planner, agreement
+
+    def _planner(self, mine: dict[ShardId, ShardedTensor], objects: list[ShardedObject]) -> ShardedSavePlanner:
+        return ShardedSavePlanner(list(mine.values()), [item for item in objects if is_main_replica(item.replica_id)])
+
+    def _plan(
+        self, tensors: list[ShardedTensor], objects: list[ShardedObject], validate: bool
+    ) -> tuple[ShardedSavePlanner, list[WriteItem], Metadata | None]:
+        """(a planner of what this rank writes, its items, the index of the whole on rank 0)."""
+        held = held_by_all(tensors, self.group)
+        copies = {item.unique_key for item in objects} | (keys_of_copies(held) if get_pg_rank(self.group) == 0 else set())
+        made: list[tuple[ShardedSavePlanner, SavePlan]] = []
+        index: list[Metadata] = []
+
+        def plan() -> tuple[SavePlan, set[str]]:
+            planner = self._planner(to_write(tensors, held, self.group), objects)
+            made.append((planner, planner.create_local_plan()))
+            return made[0][1], copies - planner.by_key.keys()
+
+        gathered = on_all_ranks(plan)
+
+        def whole() -> None:
+            plans = [found for found, _ in gathered]
+            if plans and validate:
+                check_whole(plans, set().union(*(keys for _, keys in gathered)))
+            if plans:
+                index.append(made[0][0].create_global_plan(plans)[1])
+
+        on_all_ranks(whole)
+        return made[0][0], made[0][1].items, index[0] if index else None
+
+
+class PendingSave:
+    """A save into an existing, empty folder that all ranks have agreed on."""
+
+    def __init__(self, folder: Path, planner: ShardedSavePlanner, agreement: Agreement) -> None:
         self.folder = folder
         self.planner: ShardedSavePlanner | None = planner
         self.name = f"__{get_world_rank()}_0.distcp"
-        self.items: list[WriteItem] = planner.create_local_plan().items
-        plans = on_all_ranks(planner.create_local_plan)
-        self._index: Metadata | None = None
-
-        def plan_all() -> None:
-            if plans:
-                self._index = planner.create_global_plan(plans)[1]
-
-        on_all_ranks(plan_all)
+        self.items = agreement.items
+        self._index = agreement.index
 
     def write(self) -> Written:
         """Write this rank's file here and now."""

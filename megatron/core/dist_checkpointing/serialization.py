@@ -6,215 +6,74 @@ objects under `<key>/shard_<offset>_<shape>`, each a torch.save of a one-element
 `common_state/shard_0_1`; older checkpoints have it as a file `common.pt` instead, and both are read.
 """
 
-import io
 import json
+import logging
 import os
-import re
-import warnings
-import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from megatron.core.utils import get_world_rank, world_is_initialized
+from megatron.core.utils import Group, get_pg_size, get_world_rank, world_is_initialized
 
-from .errors import CheckpointError, DamagedCheckpointError
-from .integrity import Parts, check_part, check_parts, parts_within, read_checksums
-from .mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-    is_main_replica,
-    leaves,
-    map_leaves,
-)
-from .planners import ShardedLoadPlanner, ShardedSavePlanner
-from .safe_pickle import load_pickle, load_torch, tensor_within
-from .saving import METADATA_FILE, PendingSave
+from .errors import CheckpointError
+from .mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from .planners import ShardedLoadPlanner
+from .reading import Reader, dcp_load
+from .replicas import Reading
+from .safe_pickle import load_torch
+from .saving import METADATA_FILE, PendingSave, SaveStrategy
+from .state_dicts import common_state, merged, split, with_built_factories
+from .validation import StrictHandling, listed
 
 COMMON_KEY = "common_state"
-READERS = 2  # threads
-IN_CACHE = 2**20  # bytes that are read at a time
-LARGEST_READ = 2**30  # bytes; Linux reads at most 2 GiB at a time
-MOST_LISTED = 8  # keys that an error message lists
+CONTENT_METADATA = "content_metadata"
+logger = logging.getLogger(__name__)
 
 
-class _Reader(dcp.FileSystemReader):
-    """FileSystemReader whose index goes through the allow-list too, and that checks what it reads by its checksum."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        sums = read_checksums(self.path) or {}
-        self.parts = {name: list(value.spans()) for name, value in sums.items()}
-        data = path.read_bytes()
-        check_parts(path, 0, data, self.parts.get(path.name, []))
-        try:
-            metadata = load_pickle(io.BytesIO(data))
-        except Exception as error:  # what junk does to an unpickler has no common class
-            raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-        if not isinstance(metadata, Metadata):
-            raise DamagedCheckpointError(f"{path} does not hold a checkpoint index")
-        storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        storage_meta.load_id = self.load_id
-        metadata.storage_meta = storage_meta
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Every stored item that the plan needs, once each and in the order of the file."""
-        wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
-        for request in plan.items:
-            info = self.storage_data[request.storage_index]
-            wanted.setdefault((info.relative_path, info.offset, info.length), []).append(request)
-        items = sorted(wanted.items(), key=lambda entry: entry[0])
-        longest = max((length for _, _, length in wanted), default=0)
-        # Two threads: one copies to where it belongs what it has read and checked, while the other reads. Each has memory that it uses
-        # again for every item: new memory costs more than reading into it.
-        with ThreadPoolExecutor(READERS) as pool:
-            for outcome in [pool.submit(self._read_items, items[first::READERS], longest, planner) for first in range(READERS)]:
-                outcome.result()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_items(self, items: list[tuple[tuple[str, int, int], list[ReadItem]]], longest: int, planner: LoadPlanner) -> None:
-        memory = memoryview(bytearray(0))
-        for (name, start, length), requests in items:
-            path = Path(self.path) / name
-            parts = parts_within(self.parts.get(name, []), start, length)
-            with open(path, "rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)  # all of it is under way when the first is there
-                if len(parts) == 3 and _read_in_place(file, path, parts, requests, planner):
-                    continue
-                if len(memory) < length:
-                    memory = memoryview(bytearray(longest))
-                data = memory[:length]
-                data = data[: _read(file, start, data)]
-            check_parts(path, start, data, parts)
-            try:
-                _deliver(data, requests, planner)
-            except Exception as error:  # what junk does to the readers of zip files and pickles has no common class
-                raise DamagedCheckpointError(f"{path} is damaged: {length} bytes at {start} hold no tensor or object ({error})") from None
-
-
-def _read(file: io.FileIO, start: int, memory: memoryview) -> int:
-    """Fill `memory` from `start` on; the number of bytes that there were."""
-    file.seek(start)
-    count = 0
-    while count < len(memory) and (read := file.readinto(memory[count : count + LARGEST_READ])):
-        count += read
-    return count
-
-
-def _read_in_place(file: io.FileIO, path: Path, parts: Parts, requests: list[ReadItem], planner: LoadPlanner) -> bool:
-    """Read a whole tensor to where it belongs, if it is wanted whole and at one place. False when it is not: nothing is read then."""
-    start, length, _ = parts[1]
-    assert isinstance(planner, ShardedLoadPlanner)
-    target = planner.memory_of(requests[0]) if len(requests) == 1 else None
-    if target is None or target.numel() != length:
-        return False
-    memory, crc = target.numpy().data, 0
-    for place in range(0, length, IN_CACHE):  # the checksum finds in the cache what was just read
-        piece = memory[place : place + IN_CACHE]
-        crc = zlib.crc32(piece[: _read(file, start + place, piece)], crc)
-    check_part(path, start, crc, parts[1])
-    return True
-
-
-def _deliver(data: memoryview, requests: list[ReadItem], planner: LoadPlanner) -> None:
-    if requests[0].type == LoadItemType.BYTE_IO:
-        for request in requests:
-            planner.load_bytes(request, io.BytesIO(data))
-        return
-    tensor = tensor_within(data)
-    for request in requests:
-        piece = tensor
-        for axis, (begin, count) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
-            piece = piece.narrow(axis, begin, count)
-        planner.commit_tensor(request, piece)
-
-
-def _dcp_load(reader: dcp.FileSystemReader, planner: ShardedLoadPlanner, alone: bool = False) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"unused": None}, storage_reader=reader, planner=planner, no_dist=alone or not world_is_initialized())
-    except CheckpointException as error:
-        cause = first_cause(error)
-        if isinstance(cause, OSError | CheckpointError):
-            raise cause from error
-        raise CheckpointError(f"{reader.path} cannot be read, its files are damaged: {cause}") from error
-
-
-def _build_factories(state_dict: ShardedStateDict) -> ShardedStateDict:
-    return map_leaves(lambda leaf: _build_factories(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else leaf, state_dict)
-
-
-def _split(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject]]:
-    found = leaves(state_dict)
-    return [leaf for leaf in found if isinstance(leaf, ShardedTensor)], [leaf for leaf in found if isinstance(leaf, ShardedObject)]
-
-
-_NOTHING = object()
-
-
-def _without(value: Any, kinds: type | tuple[type, ...]) -> Any:
-    """`value` less the leaves of the given kinds and the dicts that only held such."""
-    if isinstance(value, dict):
-        kept = {key: _without(item, kinds) for key, item in value.items()}
-        kept = {key: item for key, item in kept.items() if item is not _NOTHING}
-        return kept if kept or not value else _NOTHING
-    if isinstance(value, list):
-        items = [item for item in (_without(item, kinds) for item in value) if item is not _NOTHING]
-        return items if items or not value else _NOTHING
-    return _NOTHING if isinstance(value, kinds) else value
-
-
-def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike, content_metadata: dict | None = None) -> None:
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike,
+    sharded_strategy: SaveStrategy | None = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Any = None,
+    content_metadata: dict | None = None,
+    async_strategy: str | None = None,
+    verify_integrity: bool = True,
+) -> None:
     """Write `sharded_state_dict` into the existing, empty folder `checkpoint_dir`; every rank calls it.
 
     Leaves that are no sharded value go into the common state, as rank 0 has them. Raises ValueError when the ranks' shards leave a
-    gap in a tensor or overlap, OSError as the file system does. The caller renames the folder when all is written.
+    gap in a tensor, overlap or are written twice (unless `validate_access_integrity` is False), OSError as the file system does. The
+    caller renames the folder when all is written. Megatron-LM's other arguments change nothing: checksums are always there.
     """
-    pending = begin_save(sharded_state_dict, checkpoint_dir, content_metadata)
+    if async_sharded_save:
+        raise ValueError("async_sharded_save: give begin_save's result to async_writer.AsyncWriter.start instead, as --async-save does")
+    pending = begin_save(sharded_state_dict, checkpoint_dir, content_metadata, sharded_strategy, validate_access_integrity)
     pending.commit(pending.write)
 
 
 def begin_save(
-    sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike, content_metadata: dict | None = None
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike,
+    content_metadata: dict | None = None,
+    sharded_strategy: SaveStrategy | None = None,
+    validate_access_integrity: bool = True,
 ) -> PendingSave:
     """`save` up to the point where data are written: what the ranks write is agreed on."""
-    state_dict = _build_factories(sharded_state_dict)
-    tensors, objects = _split(state_dict)
-    common = _without(state_dict, (ShardedTensor, ShardedObject, LocalNonpersistentObject))
-    common = {} if common is _NOTHING else common
+    state_dict = with_built_factories(sharded_state_dict)
+    tensors, objects = split(state_dict)
+    common = common_state(state_dict)
     if content_metadata is not None:
-        common["content_metadata"] = content_metadata
+        common[CONTENT_METADATA] = content_metadata
     if get_world_rank() == 0:
         objects = objects + [ShardedObject(COMMON_KEY, common, (1,), (0,))]
-    planner = ShardedSavePlanner(
-        [tensor for tensor in tensors if is_main_replica(tensor.replica_id)], [item for item in objects if is_main_replica(item.replica_id)]
-    )
-    return PendingSave(Path(checkpoint_dir), planner)
-
-
-def first_cause(error: CheckpointException) -> BaseException:
-    """The lowest failing rank's own exception, with its rank in the message where the type allows, and as `failed_rank`."""
-    rank, wrapped = min(error.failures.items())
-    cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    if not isinstance(cause, OSError | CheckpointError):
-        cause = ValueError(f"rank {rank}: {cause}")
-    setattr(cause, "failed_rank", rank)  # noqa: B010
-    return cause
+    strategy = sharded_strategy or SaveStrategy()
+    return PendingSave(Path(checkpoint_dir), *strategy.agree(tensors, objects, validate_access_integrity))
 
 
 def check_is_checkpoint(checkpoint_dir: str | os.PathLike) -> None:
@@ -234,9 +93,9 @@ def check_is_checkpoint(checkpoint_dir: str | os.PathLike) -> None:
         raise CheckpointError(f"{folder} has no .metadata: the checkpoint is incomplete")
 
 
-def _read_index(checkpoint_dir: str | os.PathLike) -> tuple[_Reader, Metadata]:
+def _read_index(checkpoint_dir: str | os.PathLike) -> tuple[Reader, Metadata]:
     check_is_checkpoint(checkpoint_dir)
-    reader = _Reader(checkpoint_dir)
+    reader = Reader(checkpoint_dir)
     return reader, reader.read_metadata()
 
 
@@ -251,16 +110,28 @@ def load_tensors_metadata(checkpoint_dir: str | os.PathLike) -> dict[str, Sharde
     return found
 
 
+def _objects_in(index: Metadata) -> Iterator[ShardedObject]:
+    for name, entry in index.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata) and (found := ShardedObject.parsed(name)):
+            yield found
+
+
+def load_sharded_metadata(checkpoint_dir: str | os.PathLike) -> dict[str, ShardedTensor | ShardedObject]:
+    """All that the checkpoint holds but the common state, without data: tensors by key, whole, objects by unique key."""
+    _, index = _read_index(checkpoint_dir)
+    objects = {item.unique_key: item for item in _objects_in(index) if item.key != COMMON_KEY}
+    return {**load_tensors_metadata(checkpoint_dir), **objects}
+
+
+def load_content_metadata(checkpoint_dir: str | os.PathLike) -> dict | None:
+    """What `save` was given as content_metadata."""
+    return load_common_state_dict(checkpoint_dir).get(CONTENT_METADATA)
+
+
 def stored_objects(checkpoint_dir: str | os.PathLike, key: str) -> list[ShardedObject]:
     """The objects `key` that the checkpoint holds, each with its place in the grid of the layout that wrote it, without data."""
     _, index = _read_index(checkpoint_dir)
-    found = []
-    for name, entry in index.state_dict_metadata.items():
-        place = re.fullmatch(re.escape(key) + r"/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", name)
-        if place and isinstance(entry, BytesStorageMetadata):
-            offset, shape = (tuple(map(int, numbers.split("."))) for numbers in place.groups())
-            found.append(ShardedObject(key, None, shape, offset))
-    return found
+    return [item for item in _objects_in(index) if item.key == key]
 
 
 def load_plain_tensors(checkpoint_dir: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -274,72 +145,97 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike) -> dict[str, torch.Ten
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike) -> StateDict:
     """What the checkpoint holds besides shards: args, iteration, scheduler, param groups."""
-    old = Path(checkpoint_dir) / "common.pt"
+    return _common_of(*_read_index(checkpoint_dir))
+
+
+def _common_of(reader: Reader, index: Metadata) -> StateDict:
+    old = Path(reader.path) / "common.pt"
     if old.exists():
-        check_is_checkpoint(checkpoint_dir)
         return load_torch(str(old))
     wanted = ShardedObject(COMMON_KEY, None, (1,), (0,))
-    reader, index = _read_index(checkpoint_dir)
     if wanted.unique_key not in index.state_dict_metadata:
         return {}
-    _dcp_load(reader, ShardedLoadPlanner([], [wanted]), alone=True)
+    dcp_load(reader, ShardedLoadPlanner([], [wanted]), alone=True)
     return wanted.data
 
 
-def _unreadable(index: Metadata, tensors: list[ShardedTensor], objects: list[ShardedObject]) -> tuple[list[str], list[str]]:
+def _unreadable(index: Metadata, tensors: list[ShardedTensor], objects: list[ShardedObject]) -> tuple[set[str], set[str]]:
     """Keys that the checkpoint lacks; descriptions of tensors that it has in another shape."""
-    missing, mismatched = [], []
+    missing, mismatched = set(), set()
     for tensor in tensors:
         entry = index.state_dict_metadata.get(tensor.key)
         if not isinstance(entry, TensorStorageMetadata):
-            missing.append(tensor.key)
+            missing.add(tensor.key)
         elif tuple(entry.size) != tensor.global_shape and not _only_first_axis_differs(tensor, tuple(entry.size)):
-            mismatched.append(f"{tensor.key} is {tuple(entry.size)} there and {tensor.global_shape} in this model")
-    missing += [item.unique_key for item in objects if not isinstance(index.state_dict_metadata.get(item.unique_key), BytesStorageMetadata)]
-    return sorted(set(missing)), sorted(set(mismatched))
+            mismatched.add(f"{tensor.key} is {tuple(entry.size)} there and {tensor.global_shape} in this model")
+    for item in objects:
+        if not isinstance(index.state_dict_metadata.get(item.unique_key), BytesStorageMetadata):
+            missing.add(item.unique_key)
+    return missing, mismatched
 
 
 def _only_first_axis_differs(tensor: ShardedTensor, stored: tuple[int, ...]) -> bool:
     return tensor.allow_shape_mismatch and len(stored) == len(tensor.global_shape) and stored[1:] == tensor.global_shape[1:]
 
 
-def _listed(items: list[str]) -> str:
-    more = f" (and {len(items) - MOST_LISTED} more)" if len(items) > MOST_LISTED else ""
-    return "\n  ".join(["", *items[:MOST_LISTED]]) + more
+def _of_all_ranks(*own: set[str]) -> list[set[str]]:
+    """Each set joined with those of the other ranks."""
+    if not world_is_initialized() or dist.get_world_size() == 1:
+        return list(own)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return [set().union(*of_ranks) for of_ranks in zip(*found, strict=True)]
 
 
-def load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike, strict: bool = True) -> StateDict:
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike,
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = True,
+    process_group: Group = None,
+) -> Any:
     """Fill the shards of `sharded_state_dict` from the checkpoint, whatever layout wrote it; every rank calls it.
 
-    Returns the state dict with data in place of sharded values, joined with the common state. Tensors are filled in place.
-    Raises CheckpointError that lists the keys missing (unless `strict` is False: those keep their data) and the shapes that differ.
+    Returns the state dict with data in place of sharded values, joined with the common state; for the RETURN_ ways of `strict` a tuple
+    with the missing and the unexpected keys. Tensors are filled in place. Raises CheckpointError, on all ranks, that lists the keys that
+    are not there (as `strict` says) or the shapes that differ. sharded_strategy: None or a FullyParallelLoadStrategyWrapper.
+    Megatron-LM's other arguments change nothing: checksums are always looked at, and shards need not make up whole tensors.
     """
+    strict = StrictHandling(strict)
     reader, index = _read_index(checkpoint_dir)
-    state_dict = _build_factories(sharded_state_dict)
-    tensors, objects = _split(state_dict)
-    missing, mismatched = _unreadable(index, tensors, objects)
+    state_dict = with_built_factories(sharded_state_dict)
+    tensors, objects = split(state_dict)
+    wanted = {tensor.key for tensor in tensors} | {item.unique_key for item in objects} if strict.counts_missing else set()
+    own_unexpected, own_mismatched = _unreadable(index, tensors, objects)
+    unexpected, mismatched, wanted = _of_all_ranks(own_unexpected, own_mismatched, wanted)
     if mismatched:
-        raise CheckpointError(f"{checkpoint_dir} holds a model of another shape:{_listed(mismatched)}")
-    if missing and strict:
-        raise CheckpointError(f"{checkpoint_dir} lacks what this run needs:{_listed(missing)}")
-    tensors = [tensor for tensor in tensors if tensor.key not in missing]
-    objects = [item for item in objects if item.unique_key not in missing]
+        raise CheckpointError(f"{checkpoint_dir} holds a model of another shape:{listed(sorted(mismatched))}")
+    common = ShardedObject(COMMON_KEY, None, (1,), (0,)).unique_key
+    missing = index.state_dict_metadata.keys() - wanted - {common} if strict.counts_missing else set()
+    _judge(checkpoint_dir, strict, missing, unexpected)
+    tensors = [tensor for tensor in tensors if tensor.key not in unexpected]
+    objects = [item for item in objects if item.unique_key not in unexpected]
     for tensor in tensors:
         tensor.init_data("cpu")
-    _dcp_load(reader, ShardedLoadPlanner(tensors, objects))
-    result = _merge(sharded_state_dict, state_dict)
-    common = load_common_state_dict(checkpoint_dir)
-    return {**common, **result}
+    group = getattr(sharded_strategy, "group", None)
+    if get_pg_size(group) == 1:
+        dcp_load(reader, ShardedLoadPlanner(tensors, objects))
+    else:
+        reading = Reading.of(tensors, group)
+        dcp_load(reader, ShardedLoadPlanner(reading.own(tensors), objects))
+        reading.hand_round(tensors)
+    result = {**_common_of(reader, index), **merged(sharded_state_dict, state_dict)}
+    return (result, missing, unexpected) if strict.returns else result
 
 
-def _merge(original: Any, built: Any) -> Any:
-    """The values loaded into `built`, in the structure of `original` (factories merged back)."""
-    if isinstance(original, dict):
-        return {key: _merge(item, built[key]) for key, item in original.items()}
-    if isinstance(original, list):
-        return [_merge(item, built[place]) for place, item in enumerate(original)]
-    if isinstance(original, ShardedTensorFactory):
-        return original.merge_fn(_merge(original.build(), built))
-    if isinstance(built, ShardedTensor | ShardedObject):
-        return built.data
-    return built.unwrap() if isinstance(built, LocalNonpersistentObject) else built
+def _judge(checkpoint_dir: str | os.PathLike, strict: StrictHandling, missing: set[str], unexpected: set[str]) -> None:
+    """Raise or log, as `strict` says, what one side has and the other has not."""
+    problems = [f"{checkpoint_dir} lacks what this run needs:{listed(sorted(unexpected))}"] if unexpected else []
+    if missing:
+        problems.append(f"{checkpoint_dir} holds what this run does not load:{listed(sorted(missing))}")
+    if problems and strict.raises:
+        raise CheckpointError("\n".join(problems))
+    if problems and strict.logs and get_world_rank() == 0:
+        logger.warning("\n".join(problems))

@@ -15,7 +15,7 @@ from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, 
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.param_sharding import is_expert
-from megatron.core.tensor_parallel.weight_grad import add_to_main_grad
+from megatron.core.tensor_parallel.weight_grad import add_to_main_grad, mark_written
 from megatron.core.utils import get_pg_size, strip_wrapper_prefix
 
 
@@ -111,12 +111,11 @@ class DistributedDataParallel(nn.Module):
         self._overlap = ddp_config.overlap_grad_reduce and any(buffer.num_ranks > 1 for buffer in self.grad_buffers)
         self._readiness = _BucketReadiness(self._sequence) if self._overlap else None
         graphs = getattr(config, "cuda_graph_impl", "none")
-        self._layer_graphs = graphs == "local"
+        # CUDA graphs of layers, and linears of Transformer Engine, add to main_grad whatever it holds
+        self._cleared = graphs == "local" or any(getattr(param, "adds_to_main_grad", False) for param in module.parameters())
         # a graph cannot wait for what was started outside of it
         gather_in_background = ddp_config.overlap_param_gather and graphs == "none"
-        self._param_gather = (
-            ParamGather(self.grad_buffers, module, gather_in_background) if ddp_config.use_distributed_optimizer else None
-        )
+        self._param_gather = ParamGather(self.grad_buffers, module, gather_in_background) if ddp_config.use_distributed_optimizer else None
         for buffer in self.grad_buffers:
             for param in buffer.params:
                 param.grad_ready = self._grad_ready_function(param)  # type: ignore[attr-defined]
@@ -194,9 +193,9 @@ class DistributedDataParallel(nn.Module):
             self.is_last_microbatch = True
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step. Gradients are not cleared but overwritten by their first writer, unless layers' CUDA graphs add to them."""
+        """Begin a step. Gradients are not cleared but overwritten by their first writer, unless that can but add."""
         for buffer in self.grad_buffers:
-            buffer.reset(cleared=self._layer_graphs)
+            buffer.reset(cleared=self._cleared)
         if self._readiness is not None:
             self._readiness.reset()
 
@@ -293,8 +292,10 @@ def _reduction_order(buffers: list[ParamAndGradBuffer], params: list[nn.Paramete
 def _move_to_main_grad(param: torch.Tensor) -> None:
     """After autograd has summed a parameter's gradient: take it over, and say that it is ready.
 
-    torch calls this without a gradient where the weight's backward wrote main_grad itself.
+    torch calls this without a gradient where the weight's backward wrote main_grad itself; ours says so itself too.
     """
     if param.grad is not None:
         grad, param.grad = param.grad, None
         add_to_main_grad(param, grad)
+    elif getattr(param, "adds_to_main_grad", False):
+        mark_written(param)

@@ -85,8 +85,13 @@ class HFModel:
         self.vocab: int = vocab
         self.sizes = sizes_of(self.flags, vocab, vocab_size_with_padding(vocab))
         self.files = SafetensorsFolder(self.folder)
-        self.pieces = list(pieces(self.family, self.flags, self.sizes))
+        behind = self.family.layers_at.format(l=self.flags["num_layers"])
+        if not any(name.startswith(behind) for name in self.files.file_of):
+            self.flags["mtp_num_layers"] = None  # transformers leaves these layers out, and config.json as it was
+        found = pieces(self.family, self.flags, self.sizes)
+        self.pieces = [piece for piece in found if not piece.copy or piece.names[0] in self.files.file_of]
         self._check_tensors()
+        self._check_copies()
 
     def find(self, name: str) -> str:
         """The name that the folder has for a tensor of the table: some files leave the model's prefix out."""
@@ -105,7 +110,7 @@ class HFModel:
 
     def dtype(self) -> torch.dtype:
         """Of the weights, the one of most precision where they differ."""
-        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces for name in piece.names)
+        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces if not piece.fp32 for name in piece.names)
 
     def _check_tensors(self) -> None:
         wanted = {self.find(name): shape for piece in self.pieces for name, shape in hf_shapes(piece, self.sizes).items()}
@@ -127,6 +132,14 @@ class HFModel:
         if unknown:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model of ours does not:{listed(unknown)}")
 
+    def _check_copies(self) -> None:
+        """What the file has of a tensor a second time must be the same."""
+        main = {piece.key: piece.names[0] for piece in self.pieces if not piece.copy and piece.layer is None}
+        for piece in self.pieces:
+            original = main.get(piece.key, "")
+            if piece.copy and not torch.equal(self.read(piece.names[0]), self.read(original)):
+                raise ConversionError(f"{self.folder}: {piece.names[0]} is not {original}: our model has one of them")
+
     def _check_tied_head(self) -> None:
         if not torch.equal(self.files.read("lm_head.weight"), self.read("lm_head.weight")):
             raise ConversionError(
@@ -139,6 +152,10 @@ def hf_shapes(piece: Piece, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The shapes of the file's tensors that make up a piece, found by taking one apart that has no data."""
     parts = piece.join.to_hf(torch.empty(piece.shape, device="meta"), sizes)
     return {name: tuple(part.shape) for name, part in zip(piece.names, parts, strict=True)}
+
+
+def dtype_of(piece: Piece, weights: torch.dtype) -> torch.dtype:
+    return torch.float32 if piece.fp32 else weights
 
 
 class _UnreadTensor(ShardedTensor):
@@ -201,8 +218,10 @@ class CoreModel:
     def _config(self, source: Mapping[str, Any] | None, vocab: int | None) -> tuple[Family, dict[str, Any]]:
         if source is not None and source.get("model_type") in FAMILIES:
             family = FAMILIES[source["model_type"]]
-            if not hf_configs.differences(family.to_flags(source), self.flags):
-                return family, {**source, **({} if vocab is None else {"vocab_size": vocab})}
+            ahead = {"num_nextn_predict_layers": self.flags["mtp_num_layers"] or 0}  # config.json may name layers that no file has
+            if not hf_configs.differences(family.to_flags({**source, **ahead}), self.flags):
+                own = {**source, **(ahead if self.flags["mtp_num_layers"] else {})}
+                return family, {**own, **({} if vocab is None else {"vocab_size": vocab})}
         if vocab is None:
             vocab = source["vocab_size"] if source is not None and "vocab_size" in source else self._vocab()
         family, config = family_of_flags(self.flags, vocab)
@@ -233,7 +252,7 @@ class CoreModel:
             raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model does not:{listed(unknown)}")
 
     def dtype(self) -> torch.dtype:
-        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces)
+        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces if not piece.fp32)
 
 
 def vocabulary(saved: Mapping[str, Any]) -> int | None:
@@ -251,13 +270,13 @@ def _write_pieces(model: CoreModel, wanted: list[Piece], writer: SafetensorsWrit
     """A function of its own, so that nothing of these tensors is left when the next are read."""
     for piece, tensor in zip(wanted, read(model.weights, wanted), strict=True):
         for name, part in zip(piece.names, piece.join.to_hf(tensor, model.sizes), strict=True):
-            writer.write(name, part.to(writer.dtype))
+            writer.write(name, part.to(writer.dtype_of(name)))
 
 
 def write_hf(model: CoreModel, folder: Path, dtype: torch.dtype, largest_file: int = LARGEST_FILE) -> None:
     """`model` as safetensors and config.json in the empty folder."""
-    shapes = {name: shape for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
-    with SafetensorsWriter(folder, shapes, dtype, largest_file) as writer:
+    announced = {name: (shape, dtype_of(piece, dtype)) for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
+    with SafetensorsWriter(folder, announced, largest_file) as writer:
         for batch in together(model.pieces):
             _write_pieces(model, batch, writer)
     config = {**model.config, "dtype" if "dtype" in model.config else "torch_dtype": str(dtype).removeprefix("torch.")}

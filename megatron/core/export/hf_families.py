@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.export import hf_configs
+from megatron.core.export import hf_configs, hf_deepseek
 from megatron.core.export.hf_configs import ConfigReader, ConversionError, Flags
 from megatron.core.export.joins import COPY, FUSED_QKV, GATE_UP, QKV, TRANSPOSED, VOCABULARY, Join, Sizes
 from megatron.core.transformer.moe.settings import moe_layer_pattern
@@ -19,13 +19,14 @@ from megatron.core.transformer.moe.settings import moe_layer_pattern
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors. `only`: the condition (see _holds) under which a model has it."""
+    """One of our tensors. `only`: the condition (see _holds) under which a model has it; `fp32`: it is so whatever the weights are."""
 
     key: str
     names: tuple[str, ...]
     join: Join
     shape: tuple[str, ...]
     only: str = ""
+    fp32: bool = False
 
 
 # Ours, theirs, how, our shape.
@@ -60,6 +61,44 @@ LLAMA_ENDS = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, ("padded_vocab", "hidden")),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), COPY, ("hidden",)),
     Rule("output_layer.weight", ("lm_head.weight",), VOCABULARY, ("padded_vocab", "hidden"), "untied"),
+)
+
+
+# Rows are theirs, head by head and latent before positions, so that nothing moves.
+LATENT_ATTENTION = (
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), COPY, ("hidden",)),
+    Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), COPY, ("latent_queries", "hidden"), "q_whole"),
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",), COPY, ("q_rank", "hidden"), "q_latent"),
+    Rule("self_attention.linear_q_up_proj.layer_norm_weight", ("self_attn.q_a_layernorm.weight",), COPY, ("q_rank",), "q_latent"),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), COPY, ("latent_queries", "q_rank"), "q_latent"),
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",), COPY, ("latent", "hidden")),
+    Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",), COPY, ("kv_rank",)),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), COPY, ("keys_and_values", "kv_rank")),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), COPY, ("hidden", "values")),
+)
+DEEPSEEK_EXPERTS = (
+    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), COPY, ("experts",), "expert_bias", fp32=True),
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        GATE_UP,
+        ("shared_gate_up", "hidden"),
+        "moe",
+    ),
+    Rule("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_experts.down_proj.weight",), COPY, ("hidden", "shared_ffn"), "moe"),
+)
+
+
+# A layer behind the last one that predicts tokens further ahead: what it has beside a layer's own, and what of it is a copy of the model's.
+DEEPSEEK_AHEAD = (
+    Rule("enorm.weight", ("enorm.weight",), COPY, ("hidden",)),
+    Rule("hnorm.weight", ("hnorm.weight",), COPY, ("hidden",)),
+    Rule("eh_proj.weight", ("eh_proj.weight",), COPY, ("hidden", "twice_hidden")),
+    Rule("final_layernorm.weight", ("shared_head.norm.weight",), COPY, ("hidden",)),
+)
+DEEPSEEK_AHEAD_COPIES = (
+    Rule("embedding.word_embeddings.weight", ("embed_tokens.weight",), VOCABULARY, ("padded_vocab", "hidden")),
+    Rule("output_layer.weight", ("shared_head.head.weight",), VOCABULARY, ("padded_vocab", "hidden"), "untied"),
 )
 
 
@@ -112,7 +151,7 @@ class Family:
     """`model_type` and `architecture` are config.json's; `ends` are the rules of what is outside the layers, the embedding first.
 
     `optional_prefix`: what older files leave out of their tensors' names. `ignored`: the ends of names that files of the family may have
-    and that hold no weights.
+    and that hold no weights. `ahead`, `ahead_copies`: of layers for multi-token prediction, which their files count behind the others.
     """
 
     model_type: str
@@ -124,11 +163,14 @@ class Family:
     layers_at: str = "model.layers.{l}."
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ahead: tuple[Rule, ...] = ()
+    ahead_copies: tuple[Rule, ...] = ()
 
 
 _DENSE = LLAMA_ATTENTION + LLAMA_MLP
 _MIXTRAL = LLAMA_ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2")
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_DEEPSEEK = LATENT_ATTENTION + LLAMA_MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + DEEPSEEK_EXPERTS
 # Of checkpoints that several families would describe the first one is taken.
 FAMILIES = {
     family.model_type: family
@@ -150,6 +192,24 @@ FAMILIES = {
         Family("qwen3", "Qwen3ForCausalLM", hf_configs.qwen3_flags, hf_configs.qwen3_config, _DENSE, LLAMA_ENDS),
         Family("mixtral", "MixtralForCausalLM", hf_configs.mixtral_flags, hf_configs.mixtral_config, _MIXTRAL, LLAMA_ENDS),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", hf_configs.qwen3_moe_flags, hf_configs.qwen3_moe_config, _QWEN_MOE, LLAMA_ENDS),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            hf_deepseek.deepseek_v2_flags,
+            hf_deepseek.deepseek_v2_config,
+            _DEEPSEEK,
+            LLAMA_ENDS,
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            hf_deepseek.deepseek_v3_flags,
+            hf_deepseek.deepseek_v3_config,
+            _DEEPSEEK,
+            LLAMA_ENDS,
+            ahead=DEEPSEEK_AHEAD,
+            ahead_copies=DEEPSEEK_AHEAD_COPIES,
+        ),
     )
 }
 
@@ -196,12 +256,19 @@ def sizes_of(flags: Flags, vocab: int, padded_vocab: int) -> Sizes:
         positions=flags["max_position_embeddings"],
         experts=flags["num_experts"] or 0,
         expert_ffn=flags["moe_ffn_hidden_size"] or 0,
+        shared_ffn=flags["moe_shared_expert_intermediate_size"] or 0,
+        q_rank=flags["q_lora_rank"] or 0,
+        kv_rank=flags["kv_lora_rank"],
+        fixed=flags["qk_head_dim"],
+        turning=flags["qk_pos_emb_head_dim"],
+        value=flags["v_head_dim"],
     )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One of our tensors, or of a stack of them one layer's, or one expert's: what is in memory at a time.
+    """One of our tensors, or of a stack of them one layer's, or one expert's: what is in memory at a time. fp32: its type, whatever the
+    weights'; copy: of one of ours that their file has elsewhere too.
 
     key, global_shape: in the checkpoint; offset: this piece's place along the leading dimensions that `shape` lacks.
     """
@@ -213,6 +280,8 @@ class Piece:
     names: tuple[str, ...]
     join: Join
     layer: int | None
+    fp32: bool = False
+    copy: bool = False
 
 
 def pieces(family: Family, flags: Flags, sizes: Sizes) -> Iterator[Piece]:
@@ -232,18 +301,35 @@ def pieces(family: Family, flags: Flags, sizes: Sizes) -> Iterator[Piece]:
         for rule in family.layer:
             if _holds(rule.only, flags, bool(moe[layer])):
                 yield from _layer_pieces(rule, family.layers_at.format(l=layer), layer, number if stacked else 0, sizes)
+    yield from _pieces_ahead(family, flags, sizes, bool(moe[-1]))
     yield from (end(rule) for rule in last if _holds(rule.only, flags, False))
 
 
-def _layer_pieces(rule: Rule, at: str, layer: int, stacked: int, sizes: Sizes) -> Iterator[Piece]:
+def _pieces_ahead(family: Family, flags: Flags, sizes: Sizes, moe: bool) -> Iterator[Piece]:
+    """Of layers for multi-token prediction, each of which has a layer as the model's last one is."""
+    for depth in range(flags["mtp_num_layers"] or 0):
+        number = flags["num_layers"] + depth
+        at, stem = family.layers_at.format(l=number), f"mtp.layers.{depth}."
+        for rules, prefix in ((family.ahead, stem), (family.layer, f"{stem}transformer_layer.")):
+            for rule in rules:
+                if _holds(rule.only, flags, moe):
+                    yield from _layer_pieces(rule, at, number, 0, sizes, prefix)
+        for rule in family.ahead_copies:
+            shape = tuple(map(sizes.of, rule.shape))
+            if _holds(rule.only, flags, False):
+                yield Piece(rule.key, shape, shape, (), (at + rule.names[0],), rule.join, None, copy=True)
+
+
+def _layer_pieces(rule: Rule, at: str, layer: int, stacked: int, sizes: Sizes, prefix: str = "") -> Iterator[Piece]:
+    """prefix: of the key; that of the layer's number, or of the stack of `stacked` layers, where it is not given."""
     shape = tuple(map(sizes.of, rule.shape))
     of_experts = any("{e}" in name for name in rule.names)
-    key = f"decoder.layers.{rule.key}" if stacked else f"decoder.layers.{layer}.{rule.key}"
+    key = (prefix or ("decoder.layers." if stacked else f"decoder.layers.{layer}.")) + rule.key
     whole = (*((stacked,) if stacked else ()), *((sizes.experts,) if of_experts else ()), *shape)
     for expert in range(sizes.experts if of_experts else 1):
         offset = (*((layer,) if stacked else ()), *((expert,) if of_experts else ()))
         names = tuple(at + name.format(e=expert) for name in rule.names)
-        yield Piece(key, shape, whole, offset, names, rule.join, layer)
+        yield Piece(key, shape, whole, offset, names, rule.join, layer, rule.fp32)
 
 
 def _holds(condition: str, flags: Flags, moe: bool) -> bool:
@@ -255,5 +341,8 @@ def _holds(condition: str, flags: Flags, moe: bool) -> bool:
         "bias": bool(flags["add_bias_linear"]) and not moe,
         "qkv_bias": bool(flags["add_bias_linear"] or flags["add_qkv_bias"]),
         "qk_norm": bool(flags["qk_layernorm"]),
+        "q_whole": flags["q_lora_rank"] is None,
+        "q_latent": flags["q_lora_rank"] is not None,
+        "expert_bias": moe and bool(flags["moe_router_enable_expert_bias"]),
         "untied": bool(flags["untie_embeddings_and_output_weights"]),
     }[condition]

@@ -116,24 +116,27 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 class SafetensorsWriter:
     """Writes tensors in the order in which they were announced, into files of at most `largest` bytes each (one tensor at least).
 
-    announced: name -> shape, all of `dtype`. Use as a context; a tensor that is left out is an AssertionError at its end.
+    announced: name -> (shape, dtype). Use as a context; a tensor that is left out is an AssertionError at its end.
     """
 
-    def __init__(self, folder: Path, announced: Mapping[str, tuple[int, ...]], dtype: torch.dtype, largest: int) -> None:
-        self.folder, self.dtype = folder, dtype
-        self.shapes = dict(announced)
+    def __init__(self, folder: Path, announced: Mapping[str, tuple[tuple[int, ...], torch.dtype]], largest: int) -> None:
+        self.folder, self.announced = folder, dict(announced)
         self.files = self._divide(largest)
         self._due = [(file, name) for file, names in self.files.items() for name in names]
         self._next = 0
         self._file: IO[bytes] | None = None
 
     def _bytes(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * self.dtype.itemsize
+        shape, dtype = self.announced[name]
+        return math.prod(shape) * dtype.itemsize
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.announced[name][1]
 
     def _divide(self, largest: int) -> dict[str, list[str]]:
         groups: list[list[str]] = [[]]
         held = 0
-        for name in self.shapes:
+        for name in self.announced:
             if groups[-1] and held + self._bytes(name) > largest:
                 groups.append([])
                 held = 0
@@ -145,7 +148,7 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         file, due = self._due[self._next]
-        assert name == due and tuple(tensor.shape) == self.shapes[name] and tensor.dtype == self.dtype, (name, due, tensor.shape)
+        assert name == due and (tuple(tensor.shape), tensor.dtype) == self.announced[name], (name, due, tensor.shape)
         if name == self.files[file][0]:
             self._start(file)
         assert self._file is not None
@@ -159,7 +162,8 @@ class SafetensorsWriter:
         offset = 0
         for name in self.files[file]:
             end = offset + self._bytes(name)
-            header[name] = {"dtype": _NAMES[self.dtype], "shape": list(self.shapes[name]), "data_offsets": [offset, end]}
+            shape, dtype = self.announced[name]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
@@ -182,7 +186,7 @@ class SafetensorsWriter:
             return
         assert self._next == len(self._due), f"{self._due[self._next][1]} was announced and not written"
         if len(self.files) > 1:
-            total = sum(map(self._bytes, self.shapes))
+            total = sum(map(self._bytes, self.announced))
             weight_map = {name: file for file, names in self.files.items() for name in names}
             (self.folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
 

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,11 +27,15 @@ def listed(items: Iterable[str]) -> str:
 
 
 class Weights(Protocol):
-    """A checkpoint that is there."""
+    """A checkpoint that is there. common: what is no tensor, args, iteration, ...; tensors: key -> the whole weight, without data, and
+    nothing of an optimizer."""
 
-    folder: Path
-    common: Mapping[str, Any]  # what is no tensor: args, iteration, ...
-    tensors: Mapping[str, ShardedTensor]  # key -> the whole weight, without data; nothing of an optimizer
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def common(self) -> dict[str, Any]: ...
+    @property
+    def tensors(self) -> dict[str, ShardedTensor]: ...
 
     def load(self, shards: list[ShardedTensor]) -> None:
         """Fill their data, in place. Raises CheckpointError for what is missing or of another shape."""

@@ -55,7 +55,7 @@ def recipe_problem(recipe: str) -> str | None:
 def fp8_linears(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of the linears that compute in FP8."""
     for name, part in module.named_modules():
-        if getattr(part, "fp8", None) is not None:
+        if isinstance(getattr(part, "fp8", None), Fp8Linear):  # layers of Transformer Engine have a bool of that name
             yield name, part
 
 

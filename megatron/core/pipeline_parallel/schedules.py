@@ -117,7 +117,8 @@ class _Stage:
         self.tokens: list[torch.Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, list[torch.Tensor]]] = {}
         self._put_off: dict[tuple[int, int], WeightGradQueue] = {}
-        if not forward_only and getattr(self.config, "num_moe_experts", None) is not None:
+        added_losses = ("num_moe_experts", "mtp_num_layers")
+        if not forward_only and any(getattr(self.config, name, None) is not None for name in added_losses):
             like = next(chunks[0].parameters())
             MoEAuxLossAutoScaler.set_loss_scale(balance_loss_scale(self.config, num_microbatches, like))
 

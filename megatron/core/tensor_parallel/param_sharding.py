@@ -259,6 +259,10 @@ def _record_of(name: str, param: Any, layers: dict[str, Any]) -> ParamRecord:
         key = param.sharding.shared_with or _expert_key(name, param.sharding)
         return ParamRecord(name, param, param.sharding, None, key, False, 0, key)
     layer = layers[prefix]
+    if layer.layer_number > layer.config.num_layers:  # behind the last one, in a layer for multi-token prediction: stored by itself
+        own = mapped_key(name[len(prefix) + 1 :], layer.sharded_state_dict_keys_map)
+        key = f"{prefix}.{_expert_key(own, param.sharding)}"
+        return ParamRecord(name, param, param.sharding, None, key, False, 0, key)
     stack, own = prefix.rpartition(".")[0], mapped_key(name[len(prefix) + 1 :], layer.sharded_state_dict_keys_map)
     family = f"{stack}.{_expert_key(own, param.sharding)}".lstrip(".")
     index, stacked = layer.layer_number - 1, layers_are_stacked(layer.config)
@@ -275,11 +279,13 @@ def mapped_key(name: str, keys_map: dict[str, str]) -> str:
 
 
 _LOCAL_EXPERT = re.compile(r"(^|\.)experts\.(?:local_experts\.\d+\.)?")
+_NUMBERED = re.compile(r"(weight|bias)\d+$")  # of one expert, in a module that has a parameter for each
 
 
 def _expert_key(name: str, sharding: ParamSharding) -> str:
-    """`name` with an expert's parameter under one key whichever expert it is, alone (`experts.local_experts.3.`) or with others."""
-    return name if sharding.experts is None else _LOCAL_EXPERT.sub(r"\1experts.experts.", name, count=1)
+    """`name` with an expert's parameter under one key whichever expert it is, alone (`experts.local_experts.3.`,
+    `weight3`) or with others."""
+    return name if sharding.experts is None else _NUMBERED.sub(r"\1", _LOCAL_EXPERT.sub(r"\1experts.experts.", name, count=1))
 
 
 def count_parameters(model_chunk: Any) -> int:

@@ -25,6 +25,8 @@ def cuda_graph_problems(config: Any, num_moe_experts: int | None) -> Iterator[Br
     for name, reason in _REFUSED.items():
         if num_moe_experts if name == "num_moe_experts" else getattr(config, name):
             yield excludes(name, reason)
+    if config.transformer_impl == "transformer_engine":
+        yield excludes("transformer_impl transformer_engine", "its modules decide on the host what to launch; transformer_impl local goes")
     if config.context_parallel_size > 1:
         yield excludes("context_parallel_size above 1", "its transfers run on streams of their own")
     if config.pipeline_schedule == "zero-bubble":

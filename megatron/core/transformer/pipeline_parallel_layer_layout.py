@@ -1,6 +1,7 @@
 """Pipeline layouts as text: which stage holds the embedding, which layers and the loss. No torch in here.
 
-    E embedding · t decoder layer · L loss · | next stage · (...) a group · *n the item or group before, n times · commas mean nothing
+    E embedding · t decoder layer · m layer for multi-token prediction (in the last stage) · L loss
+     | next stage · (...) a group · *n the item or group before, n times · commas mean nothing
     "Et*3|(tt|)*4L" is  E t t t | t t | t t | t t | t t | L
 
 Stages are listed in the order of the model. With several chunks a rank they go round the ranks: stage i is chunk i // ranks of rank
@@ -67,8 +68,10 @@ class PipelineParallelLayerLayout:
         self.stages = parse_pipeline_layout(self.text)
         self.pipeline_model_parallel_size = ranks = pipeline_model_parallel_size
         whole, stages = "".join(self.stages), self.stages
-        if "m" in whole:
-            raise ValueError(f"pipeline layout {self.text!r}: m, multi-token prediction, is not built yet; leave it out")
+        if "m" in "".join(stages[:-1]) or "m" in stages[-1].rstrip("L").rstrip("m"):
+            raise ValueError(
+                f"pipeline layout {self.text!r}: m, multi-token prediction, must stand in the last stage, before L, as in 'Et|tmL'"
+            )
         for number, stage in enumerate(stages):
             if not stage:
                 raise ValueError(f"pipeline layout {self.text!r}: stage {number} of 0 .. {len(stages) - 1} is empty; is a | too many?")
@@ -121,9 +124,14 @@ def pipeline_layout(layout: "str | Sequence[Sequence[str]] | PipelineParallelLay
 
 
 def layout_problems(
-    layout: "str | Sequence[Sequence[str]] | PipelineParallelLayerLayout", ranks: int, chunks: int | None, layers: int | None
+    layout: "str | Sequence[Sequence[str]] | PipelineParallelLayerLayout",
+    ranks: int,
+    chunks: int | None,
+    layers: int | None,
+    mtp_layers: int | None = None,
 ) -> list[str]:
-    """What is wrong with a layout for `ranks` pipeline ranks of `chunks` chunks (None: not given) and a model of `layers` layers."""
+    """What is wrong with a layout for `ranks` pipeline ranks of `chunks` chunks (None: not given) and a model of `layers` layers, and
+    `mtp_layers` for multi-token prediction."""
     try:
         found = pipeline_layout(layout, ranks)
     except ValueError as error:
@@ -131,6 +139,11 @@ def layout_problems(
     problems = []
     if layers is not None and found.num_layers != layers:
         problems.append(f"pipeline layout {found.text!r} has {found.num_layers} decoder layers, t: the model has {layers}")
+    written = "".join(found.stages).count("m")
+    if written != (mtp_layers or 0):
+        problems.append(
+            f"pipeline layout {found.text!r} has {written} layers for multi-token prediction, m: the model has {mtp_layers or 0}"
+        )
     if chunks is not None and found.virtual_pipeline_model_parallel_size != chunks:
         problems.append(
             f"pipeline layout {found.text!r} has {len(found.stages)} stages, so {found.virtual_pipeline_model_parallel_size} chunks on "

@@ -1,6 +1,7 @@
 """The stack of layers that one pipeline stage (one chunk of it) holds."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
-from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -60,6 +61,8 @@ class TransformerBlock(MegatronModule):
             build_module(layer, config=config, layer_number=index + 1, pg_collection=self.pg_collection, vp_stage=vp_stage)
             for index, layer in enumerate(submodules.layer_specs)
         )
+        contexts = [getattr(layer.submodules, "precision_context", None) for layer in submodules.layer_specs]
+        self._precision = next((context for context in contexts if context is not None), None)
         self.final_layernorm = None
         if post_process and post_layer_norm:
             norm = submodules.layer_norm or FusedLayerNorm
@@ -67,6 +70,17 @@ class TransformerBlock(MegatronModule):
 
     def has_final_layernorm_in_this_stage(self) -> bool:
         return self.final_layernorm is not None
+
+    def _precision_of(self, layer_number: int | None) -> AbstractContextManager:
+        """For the layer, counted from 1 over the whole model; None: for what surrounds them all."""
+        return nullcontext() if self._precision is None else self._precision(self.config, layer_number, self.pg_collection)
+
+    def _checkpoint(self, run: Callable, *args: Any) -> Any:
+        if self._precision is not None and getattr(self.config, "fp8", None):
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            return te_checkpoint(run, False, get_cuda_rng_tracker, self.pg_collection.tp, *args)
+        return checkpoint(run, False, *args)
 
     def set_input_tensor(self, input_tensor: torch.Tensor) -> None:
         self.input_tensor = input_tensor
@@ -108,14 +122,17 @@ class TransformerBlock(MegatronModule):
         def run_of(first: int, last: int) -> Callable:
             def run(hidden: torch.Tensor, context: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
                 for index in range(first, last):
-                    hidden, context = self.layers[index](hidden, context=context, **layer_arguments)
+                    layer: Any = self.layers[index]
+                    with self._precision_of(layer.layer_number):
+                        hidden, context = layer(hidden, context=context, **layer_arguments)
                 return hidden, context
 
             return run
 
-        for first, last, recomputed in self._runs():
-            run = run_of(first, last)
-            hidden, context = checkpoint(run, False, hidden, context) if recomputed else run(hidden, context)
+        with self._precision_of(None):
+            for first, last, recomputed in self._runs():
+                run = run_of(first, last)
+                hidden, context = self._checkpoint(run, hidden, context) if recomputed else run(hidden, context)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
 

@@ -15,9 +15,11 @@ from megatron.core.transformer.attention_masks import window_problems
 from megatron.core.transformer.cuda_graph_rules import cuda_graph_problems
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.latent_attention_settings import latent_attention_problems
 from megatron.core.transformer.moe.settings import moe_layer_pattern, moe_problems
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout, layout_problems
 from megatron.core.transformer.recompute import DEFAULT_MODULES, recompute_problems
+from megatron.core.transformer.transformer_engine_rules import transformer_engine_problems
 from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
 # Of the fields that TransformerConfig itself declares.
@@ -61,6 +63,7 @@ _USED = (
     "recompute_modules",
     "cuda_graph_impl",
     "cuda_graph_warmup_steps",
+    "transformer_impl",
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -106,6 +109,9 @@ _USED = (
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
     "tp_only_amax_red",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
@@ -242,9 +248,11 @@ class TransformerConfig(ModelParallelConfig):
     num_layers_at_end_in_bf16: int = 1
     tp_only_amax_red: bool = False
 
-    # Other kinds of models.
+    # Other kinds of models. multi_latent_attention needs an MLATransformerConfig.
     multi_latent_attention: bool = False
+    # Layers that predict tokens further ahead (multi_token_prediction.py), and the weight of their losses' mean.
     mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
     cuda_graph_impl: str = "none"
     cuda_graph_warmup_steps: int = 3
     cpu_offloading: bool = False
@@ -308,6 +316,12 @@ class TransformerConfig(ModelParallelConfig):
             found.append(f"normalization {self.normalization!r} must be {' or '.join(map(repr, NORMALIZATIONS))}")
         if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
             found.append("softmax_scale must not be 0")
+        if self.mtp_num_layers is not None and self.mtp_num_layers < 1:
+            found.append(f"mtp_num_layers {self.mtp_num_layers} must be at least 1; leave it out for none")
+        if self.mtp_num_layers and isinstance(self.window_attn_skip_freq, list):
+            found.append("window_attn_skip_freq: a list says nothing of the layers of mtp_num_layers; give a number")
+        if self.multi_latent_attention and not isinstance(self, MLATransformerConfig):
+            found.append("multi_latent_attention needs MLATransformerConfig, which has its sizes; build that")
         return found
 
     def _layout_problems(self) -> list[str]:
@@ -317,7 +331,8 @@ class TransformerConfig(ModelParallelConfig):
         others += ["account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"]
         found = [f"{name} excludes pipeline_model_parallel_layout, which says it; leave it out" for name in others if getattr(self, name)]
         chunks = self.virtual_pipeline_model_parallel_size or 1
-        return found + layout_problems(self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size, chunks, self.num_layers)
+        sizes = (self.pipeline_model_parallel_size, chunks, self.num_layers, self.mtp_num_layers)
+        return found + layout_problems(self.pipeline_model_parallel_layout, *sizes)
 
     def _broken_rules(self) -> Iterator[BrokenRule]:
         """Of those that the command line asks too; the sizes are at least 1."""
@@ -333,8 +348,53 @@ class TransformerConfig(ModelParallelConfig):
             window=self.window_size is not None,
         )
         yield from cuda_graph_problems(self, self.num_moe_experts)
+        if self.transformer_impl == "transformer_engine":
+            yield from transformer_engine_problems(self, self.num_moe_experts)
         yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
         yield from fp8_problems(self, self.num_layers, self.num_query_groups)
 
 
+@dataclass
+class MLATransformerConfig(TransformerConfig):
+    """A TransformerConfig with multi-latent attention (DeepSeek-V2): queries, keys and values are made of low-rank latents.
+
+    A head's queries and keys have qk_head_dim channels without and qk_pos_emb_head_dim with positions, its values v_head_dim. With
+    qk_layernorm the latents are normalized. kv_channels is not read.
+    """
+
+    multi_latent_attention: bool = True
+    q_lora_rank: int | None = 512  # None: queries come from the hidden states at once
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    normalization: str = "RMSNorm"
+
+    # Positions. yarn: see yarn_rotary_pos_embedding.py; what follows rotary_percent is read by it alone.
+    rope_type: str = "yarn"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rotary_scaling_factor: float = 40
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    cache_mla_latents: bool = False
+    mla_down_proj_fusion: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kv_channels is None:
+            self.kv_channels = default_kv_channels(self.hidden_size, self.num_attention_heads) or self.qk_head_dim
+        super().__post_init__()
+
+    def problems(self) -> list[str]:
+        found = super().problems() + unbuilt_problems(self, MLA_UNBUILT)
+        if not self.multi_latent_attention:
+            return [*found, "MLATransformerConfig is for multi_latent_attention; build a TransformerConfig for a model without"]
+        return found + [config_sentence(self, broken) for broken in latent_attention_problems(self, self.num_query_groups)]
+
+
 UNBUILT = unbuilt_fields(TransformerConfig, _USED + ANY_VALUE)
+MLA_UNBUILT = {"cache_mla_latents": False, "mla_down_proj_fusion": False}

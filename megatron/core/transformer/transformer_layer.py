@@ -66,7 +66,8 @@ def _pp_rank(pp_rank: int | None) -> int:
 
 @dataclass
 class TransformerLayerSubmodules:
-    """The parts of a layer. sharded_state_dict_keys_map: prefix of a parameter's name in the layer -> prefix of its checkpoint key."""
+    """The parts of a layer. sharded_state_dict_keys_map: prefix of a parameter's name in the layer -> prefix of its checkpoint key.
+    precision_context: see BackendSpecProvider."""
 
     input_layernorm: Any = IdentityOp
     self_attention: Any = IdentityOp
@@ -78,6 +79,7 @@ class TransformerLayerSubmodules:
     mlp: Any = IdentityOp
     mlp_bda: Any = IdentityFuncOp
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+    precision_context: Any = None
 
 
 class TransformerLayer(MegatronModule):

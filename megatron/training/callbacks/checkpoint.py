@@ -3,6 +3,7 @@
 import argparse
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from megatron.core.utils import get_world_rank
 from megatron.training.async_save import AsyncSaver
@@ -10,6 +11,7 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.interval_log import IntervalLog
 from megatron.training.checkpoint_contents import content_metadata, contents_of
 from megatron.training.checkpoint_folders import remove_old
+from megatron.training.checkpoint_strategies import save_strategy
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.phase import phase
 from megatron.training.train_step import StepRecord, TrainingRun
@@ -36,7 +38,7 @@ class SaveCheckpoints(Callback):
         beside_training: bool = False,
     ) -> None:
         self.save = save
-        self.args = args  # stored in the checkpoint; of them ckpt_format is read
+        self.args = args  # stored in the checkpoint; of them the format's and the ranks' share in it are read
         self.interval = interval
         self.with_optimizer = with_optimizer
         self.with_rng = with_rng
@@ -45,12 +47,13 @@ class SaveCheckpoints(Callback):
         self.keep_last = keep_last
         self.retain_interval = retain_interval
         self.beside_training = beside_training
+        self.strategy = save_strategy(args)
         self.saver: AsyncSaver | None = None
         self.saved_iteration: int | None = None
 
     def on_train_start(self, run: TrainingRun) -> None:
         self.saved_iteration = run.state.iteration  # what was just loaded, or nothing to save yet
-        self.saver = AsyncSaver() if self.beside_training else None
+        self.saver = AsyncSaver(self.strategy) if self.beside_training else None
         self._note(run, "started")
 
     def on_step_end(self, run: TrainingRun, record: StepRecord) -> None:
@@ -77,7 +80,8 @@ class SaveCheckpoints(Callback):
         self.saved_iteration = run.state.iteration
         with self.log.paused():
             if self.saver is None:
-                save_checkpoint(self.save, self.args, run.state, run.model, optimizer, scheduler, save_rng=self.with_rng)
+                options: dict[str, Any] = {"save_rng": self.with_rng, "strategy": self.strategy}
+                save_checkpoint(self.save, self.args, run.state, run.model, optimizer, scheduler, **options)
                 self._completed(run, run.state.iteration)
                 return
             self._completed(run, self.saver.wait())

@@ -5,7 +5,17 @@
 
 from megatron.training.config.data import DataFlags, TokenizerFlags
 from megatron.training.config.fp8 import Fp8Flags
-from megatron.training.config.model import AttentionFlags, GraphFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
+from megatron.training.config.model import (
+    AttentionFlags,
+    GraphFlags,
+    KernelFlags,
+    LatentAttentionFlags,
+    ModelFlags,
+    MultiTokenPredictionFlags,
+    NormFlags,
+    PositionFlags,
+    RecomputeFlags,
+)
 from megatron.training.config.moe import MoEFlags
 from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
 from megatron.training.config.output import CheckpointFlags, LoggingFlags, ProfilingFlags
@@ -14,7 +24,9 @@ from megatron.training.config.training import BatchFlags, DistributedFlags, Eval
 SECTIONS: tuple[type, ...] = (
     ModelFlags,
     AttentionFlags,
+    LatentAttentionFlags,
     PositionFlags,
+    MultiTokenPredictionFlags,
     NormFlags,
     KernelFlags,
     GraphFlags,

@@ -137,12 +137,17 @@ def check_model(args: Args) -> Iterator[Problem]:
         yield problem(args, "position_embedding_type", rule, "rope")
     if not args.add_position_embedding and positions not in ("rope", "none"):
         yield problem(args, "add_position_embedding", f"contradicts positions of kind {positions}", "--position-embedding-type none")
+    if args.mtp_num_layers and positions == "learned_absolute" and args.pipeline_model_parallel_size > 1:
+        rule = "--mtp-num-layers embeds tokens in the last pipeline stage, which has no learned positions"
+        yield problem(args, "position_embedding_type", rule, "rope")
+    if args.mtp_num_layers and isinstance(args.window_attn_skip_freq, list):
+        yield problem(args, "window_attn_skip_freq", "a list says nothing of the layers of --mtp-num-layers", 2)
     longest = args.max_position_embeddings
     if positions == "learned_absolute" and longest and args.seq_length and args.seq_length > longest:
         rule = f"exceeds the {longest} learned positions of --max-position-embeddings"
         yield problem(args, "seq_length", rule, f"--max-position-embeddings {args.seq_length}")
     channels = args.kv_channels or (hidden // heads if hidden and heads and hidden % heads == 0 else None)
-    if positions == "rope" and channels and int(channels * args.rotary_percent) % 2:
+    if positions == "rope" and channels and not args.multi_latent_attention and int(channels * args.rotary_percent) % 2:
         rule = f"leaves {int(channels * args.rotary_percent)} rotating channels of a head's {channels}: it must be an even number"
         yield problem(args, "rotary_percent", rule, f"--kv-channels {channels + 1}" if channels % 2 else 1.0)
 
@@ -344,6 +349,17 @@ def check_fp8(args: Args) -> Iterator[Problem]:
         yield problem(args, "ckpt_format", "has no place for the scales' history of --fp8-recipe delayed", "torch_dist")
 
 
+def _check_one_state_dict(args: Args) -> Iterator[Problem]:
+    """What --ckpt-format torch_dcp cannot write."""
+    for dest in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if getattr(args, dest) > 1:
+            rule = f"writes one state dict for all ranks, and with {name_of(dest)} {getattr(args, dest)} theirs differ"
+            yield problem(args, "ckpt_format", rule, "torch_dist")
+    if args.use_distributed_optimizer:
+        rule = "writes the optimizer's state parameter by parameter, and --use-distributed-optimizer cuts it into ranges"
+        yield problem(args, "ckpt_format", rule, "torch_dist")
+
+
 def check_run(args: Args) -> Iterator[Problem]:
     for dest, needs in (
         ("save_interval", "save"),
@@ -364,6 +380,8 @@ def check_run(args: Args) -> Iterator[Problem]:
         why = legacy_problem(*sizes, args.expert_tensor_parallel_size or sizes[0]) if args.num_experts and min(sizes) > 0 else None
         if why:
             yield problem(args, "ckpt_format", f"cannot hold these experts: {why}", "torch_dist")
+    if args.ckpt_format == "torch_dcp" and args.save:
+        yield from _check_one_state_dict(args)
     if args.async_save and args.ckpt_format != "torch_dist":
         yield problem(args, "async_save", f"writes torch_dist, and --ckpt-format is {args.ckpt_format}", "--ckpt-format torch_dist")
     if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:
@@ -404,6 +422,8 @@ def dropped_flags(args: Args) -> Iterator[str]:
     """Notes on flags that were given and change nothing, and on schedules that look like a mistake."""
     if "num_query_groups" in args.provenance and not args.group_query_attention:
         yield f"--num-query-groups {args.num_query_groups} has no effect without --group-query-attention"
+    if was_given(args, "mtp_loss_scaling_factor") and not args.mtp_num_layers:
+        yield f"--mtp-loss-scaling-factor {args.mtp_loss_scaling_factor:g} has no effect without --mtp-num-layers"
     if args.manual_gc_interval and not args.manual_gc:
         yield f"--manual-gc-interval {args.manual_gc_interval} has no effect without --manual-gc"
     if args.loss_scale is not None and not args.fp16:

@@ -212,7 +212,9 @@ def _check_layout(args: Args, virtual: list[str]) -> Iterator[Problem]:
         yield problem(args, dest, "excludes --pipeline-model-parallel-layout, which says the whole split", "leave it out")
     if args.pipeline_model_parallel_size < 1:
         return
-    found = layout_problems(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size, None, args.num_layers)
+    found = layout_problems(
+        args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size, None, args.num_layers, args.mtp_num_layers
+    )
     for text in found:
         yield problem(args, "pipeline_model_parallel_layout", text)
     chunks = 1 if found else virtual_stages(args) or 1

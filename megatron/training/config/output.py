@@ -53,10 +53,39 @@ class CheckpointFlags:
         "torch_dist",
         "Layout of the files.",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
-        built=("torch_dist", "torch"),
+        built=("torch_dist", "torch", "torch_dcp"),
     )
     auto_detect_ckpt_format: bool = flag(
         False, "Read --load in whatever format it is, also where --ckpt-format is another: that one is written."
+    )
+    ckpt_fully_parallel_save: bool = flag(
+        True,
+        "Of data-parallel ranks' copies the first rank writes all (torch_dist), instead of all ranks a part each.",
+        names=("--no-ckpt-fully-parallel-save",),
+    )
+    ckpt_fully_parallel_save_deprecated: bool = flag(
+        False, "Data-parallel ranks share in writing.", names=("--ckpt-fully-parallel-save",), no_effect="it is the default"
+    )
+    ckpt_fully_parallel_load: bool = flag(
+        False, "Data-parallel ranks read a part each of what they all need, and hand it to each other (torch_dist)."
+    )
+    ckpt_assume_constant_structure: bool = flag(
+        False, "Agree on what each rank writes at the first save; again only when a rank's tensors have changed (torch_dist)."
+    )
+    dist_ckpt_strictness: str = flag(
+        "assume_ok_unexpected",
+        "What to do on load about keys that the checkpoint lacks (unexpected) or has and nobody loads (all: those too); what is lacking "
+        "keeps its values where it is no error (torch_dist).",
+        choices=(
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+            "return_unexpected",
+            "return_all",
+            "ignore_all",
+        ),
     )
     use_dist_ckpt_deprecated: bool = flag(
         False, "The torch_dist format.", names=("--use-dist-ckpt",), no_effect="--ckpt-format says the format"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, async_writer
 from megatron.core.dist_checkpointing.async_writer import AsyncWriter
 from megatron.core.dist_checkpointing.integrity import damaged_files
 from megatron.core.dist_checkpointing.saving import PendingSave
@@ -98,6 +98,22 @@ def test_a_killed_worker_is_an_error_with_its_reason(tmp_path: Path, when: str) 
         pending.commit(writer.result)
     assert writer.has_failed() and not (tmp_path / "a" / "metadata.json").exists()
     writer.close()
+
+
+def test_a_worker_that_hangs_is_an_error_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped before it wrote anything; what it is waited for by is `result`, and `has_failed` between steps."""
+    monkeypatch.setattr(async_writer, "STALL", 0.3)
+    monkeypatch.setattr(async_writer, "LOOK", 0.05)
+    writer = AsyncWriter()
+    pending = begin(tmp_path / "a", state(3, 1.0))
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    writer.start(pending)
+    assert not writer.has_ended(), "it may take its time"
+    with pytest.raises(TimeoutError, match=r"hangs: .*__0_0\.distcp has had 0 bytes for 0 s"):
+        pending.commit(writer.result)
+    assert writer.has_failed() and not (tmp_path / "a" / "metadata.json").exists()
+    writer.close()
+    assert writer.process.poll() is not None
 
 
 def test_the_worker_ends_with_its_connection() -> None:

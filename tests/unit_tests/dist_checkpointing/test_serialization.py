@@ -71,7 +71,7 @@ def test_all_that_is_missing_is_listed(tmp_path):
     with pytest.raises(CheckpointError, match="lacks") as caught:
         dist_checkpointing.load(wanted, tmp_path)
     assert "b" in str(caught.value).split() and "c" in str(caught.value).split()
-    loaded = dist_checkpointing.load(wanted, tmp_path, strict=False)
+    loaded = dist_checkpointing.load(wanted, tmp_path, strict="log_unexpected")
     assert torch.equal(loaded["a"], torch.ones(4)) and torch.equal(loaded["b"], torch.zeros(4))
 
 
@@ -90,7 +90,7 @@ def test_a_padded_vocabulary_of_another_size(tmp_path, size):
 
 
 def test_shards_with_a_gap_are_not_saved(tmp_path):
-    with pytest.raises(ValueError, match="do not make up whole tensors: w: 1 shards hold 2 of 4 elements"):
+    with pytest.raises(ValueError, match=r"do not make up whole tensors:\n  w: 1 shards hold 2 of 4 elements"):
         dist_checkpointing.save({"w": rows("w", torch.ones(4), 0, 2)}, tmp_path)
     assert not (tmp_path / "metadata.json").exists()
 

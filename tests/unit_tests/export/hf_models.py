@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.build import vocab_size_with_padding
 from megatron.training.arguments import apply_checkpoint_args, core_transformer_config_from_args, parse_args
@@ -37,6 +37,32 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 QWEN_MOE = {**MOE, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
+}
+GROUPS = {"n_group": 4, "topk_group": 1}
+V3_ALONE = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 2, "n_shared_experts": 1, "tie_word_embeddings": True}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
 # name -> (config class, its settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,6 +79,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_untied": ("GPT2Config", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40}),
     "mixtral": ("MixtralConfig", {**BASE, **MOE, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **QWEN_MOE, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5}),
+    "deepseek_v2": ("DeepseekV2Config", {**BASE, **DEEPSEEK, "q_lora_rank": 12, "rope_parameters": YARN}),
+    "deepseek_v2_lite": ("DeepseekV2Config", {**BASE, **DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3}),
+    "deepseek_v2_groups": ("DeepseekV2Config", {**BASE, **DEEPSEEK, **GROUPS, "topk_method": "group_limited_greedy", "topk_group": 2}),
+    "deepseek_v3": ("DeepseekV3Config", {**BASE, **DEEPSEEK, **GROUPS, "q_lora_rank": 12, "rope_parameters": YARN}),
+    "deepseek_v3_experts": ("DeepseekV3Config", {**BASE, **DEEPSEEK, **V3_ALONE}),
+    "deepseek_v3_dense": ("DeepseekV3Config", {**BASE, **DEEPSEEK, "first_k_dense_replace": 3, "q_lora_rank": None}),
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**BASE, **QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 56}),
 }  # fmt: skip
 
@@ -71,6 +103,9 @@ def make(name: str, folder: Path, seed: int = 0, **settings: Any) -> Any:
         for place, parameter in model.named_parameters():
             norm = "norm" in place or ".ln_" in place
             parameter.normal_(1.0 if norm and place.endswith("weight") else 0.0, 0.2)
+        for place, buffer in model.named_buffers():
+            if place.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model
 
@@ -84,16 +119,18 @@ def build(checkpoint: Path, **layout: Any) -> GPTModel:
     saved = vars(dist_checkpointing.load_common_state_dict(checkpoint)["args"])
     args = parse_args(argv=[])
     apply_checkpoint_args(args, saved)
-    vars(args).update(hidden_dropout=0.0, attention_dropout=0.0, transformer_impl="local", pipeline_dtype=torch.float32, **layout)
+    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "transformer_impl": "local", "pipeline_dtype": torch.float32}
+    vars(args).update(**settings | layout)
     args.bias_gelu_fusion = saved["bias_gelu_fusion"]
     config = core_transformer_config_from_args(args)
     config.logical_vocab_size = args.vocab_size
     stage, stages = 0, layout.get("pipeline_model_parallel_size", 1)
     if stages > 1:
         stage = parallel_state.get_pipeline_model_parallel_rank()
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=stage)
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=stage),
+        block,
         vocab_size_with_padding(args.vocab_size, 128, layout.get("tensor_model_parallel_size", 1)),
         args.max_position_embeddings,
         pre_process=stage == 0,
@@ -105,6 +142,7 @@ def build(checkpoint: Path, **layout: Any) -> GPTModel:
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=False),
     ).eval()
     dist_checkpointing.load(model.sharded_state_dict(), checkpoint)
     return model

@@ -160,8 +160,8 @@ def test_refusals():
         model(position="sinus")
     with pytest.raises(ValueError, match="logical_vocab_size 99"):
         model(logical_vocab_size=99)
-    with pytest.raises(ValueError, match="the Transformer Engine backend is not built yet"):
-        get_gpt_layer_with_transformer_engine_spec()
+    with pytest.raises(ValueError, match="multi_latent_attention = True is not built yet"):
+        get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True)
     with pytest.raises(ValueError, match="qk_l2_norm = True is not built yet; leave it out"):
         get_gpt_layer_local_spec(qk_l2_norm=True)
     with pytest.raises(ValueError, match="max_position_embeddings is 12"):

@@ -1,9 +1,11 @@
 """tools/checkpoint/convert.py: every family to a checkpoint and back, the same logits and the same bits; what it refuses."""
 
 import json
+import re
 import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
-from megatron.core.export.hf_configs import flags_of_checkpoint
+from megatron.core.export.conversion import HFModel
+from megatron.core.export.hf_configs import ConversionError, flags_of_checkpoint
+from megatron.core.export.weights import TorchDistWeights
+from megatron.core.transformer.multi_token_prediction import mtp_reports
 from tests.conftest import ROOT
 from tests.distributed import run_on_ranks
-from tests.unit_tests.export.hf_models import BASE, MODELS, VOCAB, logits, make, tokens
+from tests.unit_tests.export.hf_models import BASE, MODELS, VOCAB, build, logits, make, tokens
+from tools.checkpoint.compare_logits import compare
 
 MAIN = runpy.run_path(str(ROOT / "tools" / "checkpoint" / "convert.py"))["main"]
 
@@ -92,6 +98,10 @@ def test_the_arguments_in_a_checkpoint_are_the_model(tmp_path: Path) -> None:
         pytest.param("qwen3", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("mixtral", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"pipeline_model_parallel_size": 2, "moe_grouped_gemm": True}, marks=pytest.mark.slow),
+        ("deepseek_v3", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+        pytest.param("deepseek_v3", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2_lite", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_logits_in_other_layouts(name: str, layout: dict, tmp_path: Path) -> None:
@@ -112,6 +122,106 @@ def _logits(checkpoint: Path, ids: torch.Tensor, layout: dict) -> torch.Tensor |
     return logits(checkpoint, ids, **layout)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3"])
+def test_latent_attention_is_computed_in_the_published_order(name: str, tmp_path: Path) -> None:
+    """Norm of a latent, up-projection, rotation: layer by layer the hidden states of transformers' model, with and without a latent of
+    queries (once the order was another, and imported models computed something else)."""
+    make(name, tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    differences = compare(tmp_path / "hf", TorchDistWeights(tmp_path / "core" / "release"))
+    assert [item.where for item in differences] == ["layer 0", "layer 1", "logits"]
+    assert all(item.scale > 0.1 and item.relative < 1e-5 for item in differences)
+
+
+def test_the_bias_that_chooses_experts_stays_in_fp32(tmp_path: Path) -> None:
+    """A bf16 model's file has it in fp32 among weights in bf16: both ways it keeps its bits and does not widen the others."""
+    make("deepseek_v3", tmp_path / "hf")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    whole = tensors(tmp_path / "hf")
+    mixed = {name: tensor if name.endswith("correction_bias") else tensor.bfloat16() for name, tensor in whole.items()}
+    assert not torch.equal(mixed[bias].bfloat16().float(), mixed[bias])
+    save_file(mixed, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "core" / "release")
+    assert {tensor.dtype for key, tensor in stored.items() if not key.endswith("expert_bias")} == {torch.bfloat16}
+    assert torch.equal(stored["decoder.layers.1.mlp.router.expert_bias"], mixed[bias])
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    assert_equal_to_the_bit(mixed, tensors(tmp_path / "back"))
+
+
+def add_layer_ahead(model: Any, folder: Path) -> Any:
+    """transformers' own layers for multi-token prediction, random, and their tensors in the folder as DeepSeek-V3's files have them."""
+    from transformers.modeling_layers import MtpModel
+
+    model.config.num_mtp_layers = 1
+    ahead = MtpModel(model, 1).eval()
+    layer, number = ahead.layers[0], model.config.num_hidden_layers
+    found = tensors(folder)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        layer.mtp_block.mlp.gate.e_score_correction_bias.normal_(0.0, 0.2)
+    for name, tensor in layer.state_dict().items():
+        name = name.replace("post_norm", "shared_head.norm").removeprefix("mtp_block.")
+        at = f"model.layers.{number}.{name}"
+        if "mlp.experts.gate_up_proj" in name:
+            for expert, both in enumerate(tensor):
+                for part, half in zip(("gate_proj", "up_proj"), both.chunk(2)):
+                    found[f"model.layers.{number}.mlp.experts.{expert}.{part}.weight"] = half.clone()
+        elif "mlp.experts.down_proj" in name:
+            for expert, one in enumerate(tensor):
+                found[f"model.layers.{number}.mlp.experts.{expert}.down_proj.weight"] = one.clone()
+        else:
+            found[at] = tensor.clone()
+    found[f"model.layers.{number}.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+    found[f"model.layers.{number}.shared_head.head.weight"] = found["lm_head.weight"].clone()
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    return layer
+
+
+def test_layers_for_multi_token_prediction_come_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """DeepSeek-V3's files have one behind the last layer, which transformers' model leaves out: there, back to the bit, and its losses are
+    those of transformers' class for it."""
+    model = make("deepseek_v3", tmp_path / "hf", num_nextn_predict_layers=1)
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "without", "--no-verify") == 0
+    plain = dist_checkpointing.load_plain_tensors(tmp_path / "without" / "release")
+    assert not [key for key in plain if key.startswith("mtp.")], "a file without them makes a model without them"
+    layer = add_layer_ahead(model, tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0, capsys.readouterr().err
+    ids = tokens()
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state[:, :-1]
+        positions = torch.arange(ids.shape[1] - 1)[None].expand(2, -1)
+        embedded = model.model.embed_tokens(ids[:, 1:])
+        later = torch.full((ids.shape[1] - 1,) * 2, float("-inf")).triu(1)[None, None]
+        angles = model.model.rotary_emb(embedded, positions)
+        output = layer(embedded, hidden, position_embeddings=angles, attention_mask=later, position_ids=positions, cache=None)
+        logits_ahead = model.lm_head(output)[:, :-1]
+        expected = torch.nn.functional.cross_entropy(logits_ahead.flatten(0, 1), ids[:, 2:].flatten())
+        ours = build(tmp_path / "core" / "release").train()
+        labels = torch.cat([ids[:, 1:], torch.zeros(2, 1, dtype=torch.int64)], dim=1)
+        counts = torch.ones(labels.shape)
+        counts[:, -1] = 0.0
+        ours(ids, None, None, labels=labels, loss_mask=counts)
+    (found,) = mtp_reports(ours).values()
+    assert found[1] == 2 * (ids.shape[1] - 2)
+    # rows of padding are in our softmax: logits of 28 zeros
+    padded = torch.nn.functional.pad(logits_ahead, (0, 128 - VOCAB)).flatten(0, 1)
+    assert found[0] / found[1] == pytest.approx(torch.nn.functional.cross_entropy(padded, ids[:, 2:].flatten()).item(), abs=1e-5)
+    assert abs(found[0] / found[1] - expected) < 1 and expected > 1
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    assert_equal_to_the_bit(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
+    (tmp_path / "core" / "hf").rename(tmp_path / "elsewhere")
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "made") == 0
+    assert_equal_to_the_bit(tensors(tmp_path / "hf"), tensors(tmp_path / "made"))
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    other = tensors(tmp_path / "hf")
+    other["model.layers.3.embed_tokens.weight"] += 1
+    save_file(other, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "third") == 1
+    assert "model.layers.3.embed_tokens.weight is not model.embed_tokens.weight" in capsys.readouterr().err
+
+
 def test_grouped_experts_read_what_sequential_ones_do(tmp_path: Path) -> None:
     make("mixtral", tmp_path / "hf")
     assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
@@ -120,7 +230,7 @@ def test_grouped_experts_read_what_sequential_ones_do(tmp_path: Path) -> None:
 
 
 def test_a_tied_model_becomes_untied(tmp_path: Path) -> None:
-    """Its file has no head: that of the checkpoint is a copy of the embedding, and the file made of it has one."""
+    """CKPT-12: its file has no head: that of the checkpoint is a copy of the embedding, and the file made of it has one."""
     model = make("qwen2", tmp_path / "hf")
     assert "lm_head.weight" not in tensors(tmp_path / "hf")
     assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--untie-embeddings-and-output-weights") == 0
@@ -135,18 +245,51 @@ def test_a_tied_model_becomes_untied(tmp_path: Path) -> None:
     assert torch.equal(tensors(tmp_path / "back")["lm_head.weight"], model.get_input_embeddings().weight)
 
 
-def test_exported_vocabulary_has_no_padding(tmp_path: Path) -> None:
-    """250 rows, padded to 256 in the checkpoint and again when it comes back."""
-    make("llama2", tmp_path / "hf", vocab_size=250)
-    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
-    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+@pytest.mark.parametrize("name", ["llama2", "qwen2"])
+@pytest.mark.parametrize("kind", ["core", "torch"])
+def test_exported_vocabulary_has_no_padding(name: str, kind: str, tmp_path: Path) -> None:
+    """CKPT-11: 250 rows, untied and tied, padded to 256 in the checkpoint and again when it comes back."""
+    make(name, tmp_path / "hf", vocab_size=250, num_hidden_layers=2)
+    words = ["--target-tensor-parallel-size", "2"] if kind == "torch" else []
+    assert convert("hf", kind, tmp_path / "hf", tmp_path / "ours", *words, "--no-verify") == 0
+    assert convert(kind, "hf", tmp_path / "ours", tmp_path / "back") == 0
     found = tensors(tmp_path / "back")
-    assert len(found["model.embed_tokens.weight"]) == len(found["lm_head.weight"]) == 250
+    tables = ["model.embed_tokens.weight", *(["lm_head.weight"] if name == "llama2" else [])]
+    assert {key for key, tensor in found.items() if len(tensor) in (250, 256)} == set(tables)
+    assert all(len(found[key]) == 250 for key in tables)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 250
     assert convert("hf", "core", tmp_path / "back", tmp_path / "again", "--no-verify") == 0
-    one, other = (dist_checkpointing.load_plain_tensors(tmp_path / name / "release") for name in ("core", "again"))
-    assert len(one["output_layer.weight"]) == 256
-    assert_equal_to_the_bit(one, other)
+    again = dist_checkpointing.load_plain_tensors(tmp_path / "again" / "release")
+    assert len(again["embedding.word_embeddings.weight"]) == 256
+    if kind == "core":
+        assert_equal_to_the_bit(dist_checkpointing.load_plain_tensors(tmp_path / "ours" / "release"), again)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_vocabulary_that_is_no_multiple_of_the_ranks(size: int, tmp_path: Path) -> None:
+    """CKPT-07: 300 tokens for 1, 2 and 4 tensor ranks: the logits are those of transformers within 1e-5."""
+    from megatron.training.legacy_weights import LegacyWeights
+    from tools.checkpoint.compare_logits import compare
+
+    make("llama2", tmp_path / "hf", vocab_size=300, num_key_value_heads=4)
+    words = ("--target-tensor-parallel-size", str(size), "--no-verify")
+    assert convert("hf", "torch", tmp_path / "hf", tmp_path / "torch", *words) == 0
+    weights = LegacyWeights(tmp_path / "torch" / "release")
+    assert weights.tensors["output_layer.weight"].global_shape == ({1: 384, 2: 512, 4: 512}[size], 32)
+    assert all(difference.relative < 1e-5 for difference in compare(tmp_path / "hf", weights))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
+def test_no_tensor_may_be_missing(name: str, tmp_path: Path) -> None:
+    """CKPT-12: a parameter without a tensor would stay at its random values. A tied head needs none, an untied one does."""
+    make(name, tmp_path / "hf")
+    whole = tensors(tmp_path / "hf")
+    for key in whole:
+        save_file({other: tensor for other, tensor in whole.items() if other != key}, tmp_path / "hf" / "model.safetensors")
+        with pytest.raises(ConversionError, match=re.escape(key.removeprefix("transformer."))):
+            HFModel(tmp_path / "hf")
+    save_file(whole, tmp_path / "hf" / "model.safetensors")
+    assert all(name in whole for piece in HFModel(tmp_path / "hf").pieces for name in piece.names)
 
 
 def test_bf16_is_rounded_once(tmp_path: Path) -> None:
@@ -256,11 +399,12 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path: Path, capsys: pytes
 
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for words in (
-        ("--loader", "torch"),
-        ("--saver", "torch"),
         ("--target-tensor-parallel-size", "2"),
+        ("--target-pipeline-parallel-size", "1", "--saver", "hf", "--loader", "core"),
         ("--model-type", "mamba"),
         ("--saver", "hf"),
+        ("--loader", "core"),
+        ("--untie-embeddings-and-output-weights", "--loader", "torch"),
     ):
         assert MAIN(["--loader", "hf", "--saver", "core", "--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "new"), *words]) == 1
         assert words[0] in capsys.readouterr().err

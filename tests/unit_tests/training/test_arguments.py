@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.core import optional_imports
+from megatron.core import device, optional_imports
 from megatron.training import arguments, check_config
 from megatron.training.argument_utils import UsageError, build_parser, check_tokens
 from megatron.training.arguments import apply_checkpoint_args, parse_args, validate_args, was_given
@@ -103,7 +103,6 @@ BAD = [
     ("--recompute-granularity full --recompute-method block", 1, ["--recompute-num-layers", "is required"]),
     ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", 1, ["--recompute-num-layers 9", "between 1 and"]),
-    ("--recompute-granularity selective --recompute-modules mlp mla_up_proj", 1, ["mla_up_proj is not built yet", "core_attn, mlp"]),
     ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "--recompute-granularity selective"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations", 1, ["asks for selective"]),
     ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "needs --use-distributed-optimizer"]),
@@ -120,7 +119,7 @@ BAD = [
     ("--ckpt-step 5", 1, ["--ckpt-step 5", "--load"]),
     ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load"]),
     ("--load /nowhere/at/all --exit-on-missing-checkpoint", 1, ["/nowhere/at/all", "latest_checkpointed_iteration.txt"]),
-    ("--ckpt-format torch_dcp", 1, ["--ckpt-format torch_dcp", "torch_dist"]),
+    ("--ckpt-format fsdp_dtensor", 1, ["--ckpt-format fsdp_dtensor", "torch_dist"]),
     ("--metrics-file /tmp", 1, ["--metrics-file /tmp", "is a folder"]),
     ("--save /dev/null", 1, ["--save /dev/null", "folder"]),
     ("--save s3://bucket/run", 1, ["--save s3://bucket/run", "object storage is not supported"]),
@@ -385,15 +384,38 @@ def test_schedule_arguments_count_samples() -> None:
     assert not any("decay ends" in note for note in checked(TINY).notes)
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_transformer_engine_falls_back_with_one_line(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not built is not had by installing the package, so the line does not speak of it."""
+@pytest.mark.parametrize(
+    ("installed", "gpu", "more", "reason"),
+    [
+        (False, True, "", "Transformer Engine is not installed (pip install 'transformer_engine[pytorch]>=2.4')"),
+        (True, False, "", "there is no GPU for Transformer Engine"),
+        (True, True, "--cuda-graph-impl local", "--cuda-graph-impl local excludes Transformer Engine"),
+        (True, True, "--apply-query-key-layer-scaling", "--apply-query-key-layer-scaling is not built for --transformer-impl"),
+    ],
+)
+def test_transformer_engine_falls_back_with_one_line(
+    installed: bool, gpu: bool, more: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(optional_imports, "available", lambda name: installed)
-    args = checked(without("--transformer-impl"))
+    monkeypatch.setattr(device, "has_accelerator", lambda: gpu)
+    args = checked([*without("--transformer-impl"), *more.split()])
     assert (args.transformer_impl, args.requested_transformer_impl) == ("local", "transformer_engine")
     validate_args(args)
-    assert sum("Transformer Engine backend is not built yet" in note for note in args.notes) == 1
+    (note,) = [note for note in args.notes if "local is used instead of transformer_engine" in note]
+    assert note.startswith(f"WARNING: {reason}")
     assert checked(TINY).notes == []
+
+
+def test_transformer_engine_is_used_where_it_can_be_and_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional_imports, "available", lambda name: True)
+    monkeypatch.setattr(device, "has_accelerator", lambda: True)
+    args = checked(without("--transformer-impl"))
+    assert args.transformer_impl == args.requested_transformer_impl == "transformer_engine" and args.notes == []
+    asked = [*without("--transformer-impl"), "--transformer-impl", "transformer_engine", "--apply-query-key-layer-scaling"]
+    with pytest.raises(UsageError, match="--apply-query-key-layer-scaling: is not built for --transformer-impl transformer_engine"):
+        checked(asked)
+    with pytest.raises(UsageError, match="excludes --transformer-impl transformer_engine"):
+        checked([*asked[:-1], "--cuda-graph-impl", "local"])
 
 
 def test_script_defaults_give_way_to_flags() -> None:

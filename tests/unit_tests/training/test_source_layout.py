@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.dist_checkpointing.parts import load_from_parts
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, local_part
-from megatron.training.legacy_checkpoints import chained, joined_groups, rank_folder
+from megatron.training.checkpoint_names import legacy_files, legacy_problem, rank_folder
+from megatron.training.legacy_checkpoints import chained, joined_groups
 from megatron.training.optimizer_buckets import registration_rank
 from megatron.training.source_layout import KnownModel, KnownParam, Place, SourceLayout, blocks_of, place_of
 
 FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def known(*keys: str, layers: int = 8) -> KnownModel:
+def known(*keys: str, layers: int = 10) -> KnownModel:
     param = KnownParam(ParamSharding((4,)), True)
     return KnownModel(dict.fromkeys(keys, param), set(), dict.fromkeys(range(layers), FUSED))
 
@@ -53,6 +54,19 @@ def known(*keys: str, layers: int = 8) -> KnownModel:
             "decoder.layers.2.mlp.experts.linear_fc1.weight0",
             ("decoder.layers.mlp.experts.experts.linear_fc1.weight", 2, 2),
         ),
+        (
+            {"num_experts": 4, "expert_model_parallel_size": 2},
+            (0, 0, 1),
+            "mtp.layers.1.transformer_layer.mlp.experts.linear_fc1.weight1",
+            ("mtp.layers.1.transformer_layer.mlp.experts.experts.linear_fc1.weight", None, 3),
+        ),
+        (
+            {},
+            (0, 0, 0),
+            "mtp.layers.0.mtp_model_layer.input_layernorm.bias",
+            ("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_bias", None, None),
+        ),
+        ({}, (0, 0, 0), "mtp.layers.0.eh_proj.weight", ("mtp.layers.0.eh_proj.weight", None, None)),
         ({}, (0, 0, 0), "output_layer.weight", ("embedding.word_embeddings.weight", None, None)),
         ({}, (0, 0, 0), "decoder.final_layernorm.weight", ("decoder.final_layernorm.weight", None, None)),
     ],
@@ -87,6 +101,26 @@ def test_layers_that_a_stage_cannot_have_are_an_error() -> None:
 )
 def test_folders_are_megatron_lms(rank: tuple[int, int, int], stages: int, experts: int, name: str) -> None:
     assert rank_folder(rank, stages, experts) == name
+
+
+@given(*(st.sampled_from([1, 2, 3, 4, 8]) for _ in range(4)))
+def test_files_hold_every_part_once_or_are_refused(tensor: int, stages: int, expert: int, expert_tensor: int) -> None:
+    """Each name stands once; a stage's dense parts and its parts of experts are all there; and every rank of a larger run has its file."""
+    if legacy_problem(tensor, expert, expert_tensor):
+        writers = [(rank % tensor, rank // expert_tensor % expert) for rank in range(expert_tensor * expert)]
+        ranks = {(rank % tensor, rank // expert_tensor % expert) for rank in range(tensor * expert_tensor * expert)}
+        assert len(set(writers)) < len(writers) or ranks != set(writers), "refused without need"
+        with pytest.raises(ValueError, match="ranks"):
+            legacy_files(tensor, stages, expert, expert_tensor)
+        return
+    found = legacy_files(tensor, stages, expert, expert_tensor)
+    assert len({file.name for file in found}) == len(found)
+    dense = [(file.stage, file.tensor) for file in found if file.first_of_dense]
+    assert sorted(dense) == [(stage, part) for stage in range(stages) for part in range(tensor)]
+    experts = sorted((file.stage, file.expert, file.expert_tensor) for file in found)
+    assert experts == [(stage, one, part) for stage in range(stages) for one in range(expert) for part in range(expert_tensor)]
+    if expert_tensor == tensor:
+        assert {(file.tensor, file.expert_tensor) for file in found} == {(part, part) for part in range(tensor)}
 
 
 @given(

@@ -50,7 +50,8 @@ def test_what_cannot_be_read_is_shown(text, message):
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        ("Ett|m|L", 3, "m, multi-token prediction, is not built yet"),
+        ("Ett|m|L", 3, "m, multi-token prediction, must stand in the last stage"),
+        ("Ett|mtL", 2, "m, multi-token prediction, must stand in the last stage, before L"),
         ("Et||tL", 3, "stage 1 of 0 .. 2 is empty"),
         ("Et|tL|", 3, "stage 2 of 0 .. 2 is empty"),
         ("Et|t|tL", 2, "has 3 stages: it must be a multiple of the 2 pipeline ranks, 2 for example"),

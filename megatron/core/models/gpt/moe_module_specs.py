@@ -1,5 +1,6 @@
 """The parts of a mixture of experts, by backend."""
 
+from megatron.core.extensions.transformer_engine import TESpecProvider
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, GroupedMLPSubmodules, SequentialMLP
@@ -22,9 +23,7 @@ def get_moe_module_spec_for_backend(backend: BackendSpecProvider, moe_grouped_ge
 
 
 def get_moe_module_spec(use_te: bool | None = False, num_experts: int | None = None, moe_grouped_gemm: bool | None = False) -> ModuleSpec:
-    """The same of the local backend. Raises ValueError for Transformer Engine's, which is not built yet."""
+    """The same of the local backend, or of Transformer Engine's."""
     if num_experts is None:
         raise ValueError("get_moe_module_spec: num_experts is None; give the number of experts, such as 8")
-    if use_te:
-        raise ValueError("get_moe_module_spec: the Transformer Engine backend is not built yet; leave use_te out")
-    return get_moe_module_spec_for_backend(LocalSpecProvider(), moe_grouped_gemm)
+    return get_moe_module_spec_for_backend(TESpecProvider() if use_te else LocalSpecProvider(), moe_grouped_gemm)

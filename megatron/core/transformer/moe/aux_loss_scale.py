@@ -1,4 +1,4 @@
-"""Balance losses join the backward pass without being part of the loss that is returned."""
+"""Losses that join the backward pass without being part of the loss that is returned: experts' balance, multi-token prediction."""
 
 from typing import Any, ClassVar
 
