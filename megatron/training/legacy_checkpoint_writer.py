@@ -1,6 +1,7 @@
 """Writing Megatron-LM's legacy `torch` format: the file of one model-parallel rank, as legacy_checkpoints.py describes it.
 
-Names and order of parameters are Megatron-LM's own of its `local` layers: a reader numbers the optimizer's states by that order.
+Names and order of parameters are Megatron-LM's own of its `local` layers, or of Transformer Engine's: a reader numbers the optimizer's states
+by that order.
 """
 
 import os
@@ -43,6 +44,8 @@ def model_state_dict(chunk: torch.nn.Module) -> dict[str, Any]:
             seen.add(tensor.data_ptr())
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             state[f"{prefix}_extra_state"] = None
+        elif type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            state[f"{prefix}_extra_state"] = module.get_extra_state()
         elif path == "decoder.final_layernorm":
             state[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)
     return state

@@ -2,6 +2,7 @@
 
     base        how its classes come in               linears    linears, norms, experts' linears
     precision   FP8 regions, recompute in FP8         attention  scaled dot products
+    state       FP8 scales in checkpoints
 
 What it cannot do here: transformer/transformer_engine_rules.py.
 """
