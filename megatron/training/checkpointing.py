@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
-from megatron.core.transformer.extra_state import extra_state_objects, restore_extra_states
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_world_rank, unwrap_model
 from megatron.training import checkpoint_folders, legacy_checkpoint_writer
@@ -44,6 +43,7 @@ from megatron.training.checkpoint_names import (
 from megatron.training.config.checks import name_of
 from megatron.training.config.fields import ARCHITECTURE
 from megatron.training.data_order import DataOrder
+from megatron.training.extra_state import chunk_names, restore_extra_state, stored_extra_state
 from megatron.training.phase import phase
 from megatron.training.train_step import TrainState
 from megatron.training.training_log import print_rank_0
@@ -138,35 +138,12 @@ def _stored_rng_object(checkpoint: StoredCheckpoint) -> tuple[ShardedObject | No
     return own or by_rank.get((stage, 0)), own is not None, own is not None and experts_alike
 
 
-def _chunk_names(model: list[torch.nn.Module]) -> list[str]:
-    return ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
-
-
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
     """The model's shards, under `model`, or `model0`, `model1`, ... for several chunks, as Megatron-LM has them."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
             chunk.finish_param_sync()
-    return {name: unwrap_model(chunk).sharded_state_dict() for name, chunk in zip(_chunk_names(model), model, strict=True)}
-
-
-def extra_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """What modules keep beside parameters, in the same form."""
-    return {name: extra_state_objects(chunk) for name, chunk in zip(_chunk_names(model), model, strict=True)}
-
-
-def _restore_extra_state(checkpoint: StoredCheckpoint, model: list[torch.nn.Module], args: argparse.Namespace) -> None:
-    """FP8 scales where there are any; a run that needs some and finds none starts with fresh ones, and says so."""
-    if args.transformer_impl != "transformer_engine" or not getattr(args, "fp8", None) or args.fp8_recipe != "delayed":
-        return
-    loaded = checkpoint.load_objects({name: _without_data(objects) for name, objects in extra_state(model).items()})
-    taken = sum(restore_extra_states(chunk, loaded[name]) for name, chunk in zip(_chunk_names(model), model, strict=True))
-    if not taken:
-        print_rank_0("the checkpoint has no FP8 scales that fit: they start anew")
-
-
-def _without_data(objects: dict[str, ShardedObject]) -> dict[str, ShardedObject]:
-    return {name: item.without_data() for name, item in objects.items()}
+    return {name: unwrap_model(chunk).sharded_state_dict() for name, chunk in zip(chunk_names(model), model, strict=True)}
 
 
 def optimizer_state(optimizer: Any, stored: Collection[str] | None = None) -> dict[str, Any]:
@@ -266,7 +243,7 @@ def contents_of(
         "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
         **model_state(model),
     }
-    for name, objects in extra_state(model).items():
+    for name, objects in stored_extra_state(model).items():
         contents[name].update(objects)
     if state.data_order is not None:
         contents[DATA_ORDER] = state.data_order.state_dict(state.consumed_train_samples, state.consumed_valid_samples)
@@ -433,7 +410,7 @@ def _restore(folder: Path, args: argparse.Namespace, model: list, optimizer: Any
     if states is not None:
         wanted[RNG_KEY] = states
     loaded = _load_matching(wanted, checkpoint, folder, model_differences(vars(common["args"]) if "args" in common else {}, args))
-    _restore_extra_state(checkpoint, model, args)
+    restore_extra_state(checkpoint, model, args)
     if optimizer is not None:
         if with_optimizer:
             optimizer.load_common_state_dict(common["optimizer"])

@@ -1,7 +1,7 @@
 """Writing Megatron-LM's legacy `torch` format: the file of one model-parallel rank, as legacy_checkpoints.py describes it.
 
-Names and order of parameters are Megatron-LM's own of its `local` layers, or of Transformer Engine's: a reader numbers the optimizer's states
-by that order.
+Names and order of parameters are Megatron-LM's own of its `local` layers, or of Transformer Engine's: a reader numbers the optimizer's
+states by that order.
 """
 
 import os

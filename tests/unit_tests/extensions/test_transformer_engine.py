@@ -280,7 +280,7 @@ def test_layers_quantize_by_the_recipe_and_the_first_and_last_do_not(recipe: str
 
 
 def test_fp8_settings_reach_the_recipe() -> None:
-    settings = {"fp8": "e4m3", "fp8_margin": 2, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
+    settings: dict[str, Any] = {"fp8": "e4m3", "fp8_margin": 2, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
     recipe = te.precision.fp8_recipe(fp8_config(**settings))
     assert (recipe.fp8_format.name, recipe.margin, recipe.amax_history_len, recipe.amax_compute_algo) == ("E4M3", 2, 16, "max")
     default = te.precision.fp8_recipe(fp8_config())

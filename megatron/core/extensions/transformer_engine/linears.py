@@ -239,6 +239,7 @@ class TEGroupedLinear(TEModule):
     Arguments and forward are those of GroupedLinear in transformer/moe/experts.py; it waits for the counts of rows on the host."""
 
     te_class = "GroupedLinear"
+    num_gemms: int
 
     def __init__(
         self,
