@@ -1,6 +1,6 @@
 """Go on writing a text with a trained checkpoint: the library used by itself, without the trainer.
 
-python examples/train_on_python_source/sample.py --checkpoint runs/train_on_python_source/checkpoints --prompt "def main():"
+    python examples/train_on_python_source/sample.py --checkpoint runs/train_on_python_source/checkpoints --prompt "def main():"
 """
 
 import argparse
