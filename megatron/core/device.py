@@ -156,6 +156,11 @@ def seeded(where: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
+def compute_capability() -> tuple[int, int]:
+    """Of the current NVIDIA GPU; there must be one."""
+    return torch.cuda.get_device_capability()
+
+
 def profiler_range(name: str) -> AbstractContextManager:
     """A named range for profilers; nothing when there is no accelerator."""
     return torch.cuda.nvtx.range(name) if has_accelerator() else nullcontext()

@@ -28,10 +28,19 @@ from megatron.training.argument_utils import (
     check_tokens,
     yaml_tokens,
 )
-from megatron.training.config import checks, checks_backend, checks_files, checks_graphs, checks_layout, checks_moe
+from megatron.training.config import (
+    TokenizerFlags,
+    checks,
+    checks_backend,
+    checks_files,
+    checks_graphs,
+    checks_latent,
+    checks_layout,
+    checks_moe,
+)
 from megatron.training.config.checks import was_given
 from megatron.training.config.data_lists import fill_from_files
-from megatron.training.config.fields import ARCHITECTURE
+from megatron.training.resume_checks import architecture_flags
 
 __all__ = [
     "Problem",
@@ -152,7 +161,8 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
     flag_aliases.apply_meanings(args)
     derive(args)
     found = ranges + [problem for rule in _rules() for problem in rule(args)]
-    args.notes += [note for note in checks.dropped_flags(args) if note not in args.notes]
+    notes = [*checks.dropped_flags(args), *checks_latent.idle_flags(args)]
+    args.notes += [note for note in notes if note not in args.notes]
     # a number out of range breaks the rules that compute with it: only the range is reported
     out_of_range = {problem.flag for problem in ranges}
     return [problem for i, problem in enumerate(found) if i < len(ranges) or problem.flag not in out_of_range]
@@ -160,7 +170,8 @@ def find_problems(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list
 
 def _rules() -> list[Callable[[argparse.Namespace], Any]]:
     rules = [rule for rule in checks.RULES if rule is not checks.check_ranges]
-    return [*rules, *checks_layout.RULES, *checks_moe.RULES, *checks_graphs.RULES, *checks_backend.RULES, *checks_files.RULES]
+    by_subject = (checks_layout, checks_moe, checks_latent, checks_graphs, checks_backend, checks_files)
+    return [*rules, *(rule for subject in by_subject for rule in subject.RULES)]
 
 
 def _other_activation_given(args: argparse.Namespace, dest: str) -> bool:
@@ -176,12 +187,16 @@ def derive(args: argparse.Namespace) -> None:
             args.provenance[dest] = "derived"
 
     hidden, heads = args.hidden_size, args.num_attention_heads
+    if args.multi_latent_attention:
+        fill("rope_type", "yarn")
     if hidden and hidden > 0:
         # as Megatron-LM's command line: of the gated activations --swiglu alone narrows the default (three matrices of 8/3 x hidden
         # have as many parameters as two of 4 x hidden), --quick-geglu keeps 4 x hidden
         fill("ffn_hidden_size", default_ffn_hidden_size(hidden, gated=args.swiglu))
         if heads and heads > 0:
             fill("kv_channels", default_kv_channels(hidden, heads))
+            if args.multi_latent_attention:  # nothing reads it there: hidden_size need be no multiple of the heads
+                fill("kv_channels", args.qk_head_dim)
     args.data_parallel_size = checks_layout.data_parallel_size(args)
     if (steps := checks.batch_size_steps(args)) is not None:
         fill("global_batch_size", steps[-1][1])
@@ -337,11 +352,8 @@ def record_for_elastic(text: str) -> None:
 
 def architecture_conflicts(args: argparse.Namespace, checkpoint_args: Mapping[str, Any]) -> list[Problem]:
     """Flags that the user gave and that contradict the model in the checkpoint."""
-    dests = [dest for dest, field in all_fields().items() if field.metadata["checkpoint"] == ARCHITECTURE]
-    if checkpoint_args.get("position_embedding_type") == "learned_absolute":
-        dests.append("max_position_embeddings")  # the rows of a table of weights
     found = []
-    for dest in dests:
+    for dest in architecture_flags(checkpoint_args):
         saved = checkpoint_args.get(dest)
         if saved is not None and was_given(args, dest) and saved != getattr(args, dest):
             found.append(checks.problem(args, dest, f"the checkpoint's model has {checks.text_of(saved)}", _as_typed(dest, saved)))
@@ -354,6 +366,9 @@ def _as_typed(dest: str, value: Any) -> str:
         switched_by = all_fields()[dest].default is not True
         return checks.name_of(dest) if value == switched_by else f"without {checks.name_of(dest)}"
     return f"{checks.name_of(dest)} {checks.text_of(value)}"
+
+
+_VOCABULARY_ROWS = {"padded_vocab_size", "make_vocab_size_divisible_by"}  # the model's, whatever the tokenizer is
 
 
 def apply_checkpoint_args(args: argparse.Namespace, checkpoint_args: Mapping[str, Any]) -> list[str]:
@@ -369,9 +384,10 @@ def apply_checkpoint_args(args: argparse.Namespace, checkpoint_args: Mapping[str
     if problems:
         raise UsageError(problems)
     taken, kept = [], []
+    left_out = set() if args.use_tokenizer_model_from_checkpoint_args else {field.name for field in dataclasses.fields(TokenizerFlags)}
     for dest, field in all_fields().items():
         saved = checkpoint_args.get(dest)
-        if field.metadata["checkpoint"] is None or saved is None:
+        if field.metadata["checkpoint"] is None or saved is None or dest in left_out - _VOCABULARY_ROWS:
             continue
         if not was_given(args, dest):
             if saved != getattr(args, dest):
@@ -389,15 +405,15 @@ def _same_named(args: argparse.Namespace, config_class: Any) -> dict[str, Any]:
 
 
 def core_transformer_config_from_args(args: argparse.Namespace, config_class: Any = None) -> Any:
-    """The TransformerConfig (or `config_class`, one of its kind) that the flags describe."""
+    """The TransformerConfig (or `config_class`, one of its kind) that the flags describe; an MLATransformerConfig for latent attention."""
     import torch
 
     from megatron.core import activations
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     finalize_args(args)
-    config_class = config_class or TransformerConfig
+    config_class = config_class or (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)
     values = _same_named(args, config_class)
     values["num_query_groups"] = args.num_query_groups if args.group_query_attention else None
     values["attention_backend"] = AttnBackend[args.attention_backend]

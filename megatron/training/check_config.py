@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 
+from megatron.core.flops import LatentSizes
 from megatron.core.tokenizers.build import vocab_size_with_padding
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.transformer.moe.settings import moe_layer_pattern
@@ -39,20 +40,25 @@ def moe_layer_parameters(args: argparse.Namespace) -> int:
 
 def layer_parameters(args: argparse.Namespace, ffn: int | None = None) -> int:
     """Parameters of one Transformer layer: attention, MLP of inner width `ffn` (--ffn-hidden-size), norms."""
-    hidden, ffn, head = args.hidden_size, args.ffn_hidden_size if ffn is None else ffn, args.kv_channels
-    query = args.num_attention_heads * head
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    qkv = query + 2 * groups * head
+    hidden, ffn = args.hidden_size, args.ffn_hidden_size if ffn is None else ffn
     in_ffn = ffn * (2 if args.swiglu or args.quick_geglu else 1)
-    norm = hidden * (1 if args.normalization == "RMSNorm" else 2)
-    count = hidden * qkv + query * hidden + hidden * in_ffn + ffn * hidden + 2 * norm
-    if args.add_bias_linear:
-        count += qkv + hidden + in_ffn + hidden
-    elif args.add_qkv_bias:
-        count += qkv
-    if args.qk_layernorm:
-        count += 2 * head * (1 if args.normalization == "RMSNorm" else 2)
-    return count
+    norm = 1 if args.normalization == "RMSNorm" else 2
+    count = attention_parameters(args, norm) + hidden * in_ffn + ffn * hidden + 2 * norm * hidden
+    return count + (in_ffn + hidden if args.add_bias_linear else 0)
+
+
+def attention_parameters(args: argparse.Namespace, norm: int) -> int:
+    """Of the projections, their biases, and the norms of heads or latents; a norm has `norm` parameters a channel."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    bias = hidden if args.add_bias_linear else 0
+    latents = LatentSizes.of(args)
+    if latents is not None:
+        count = latents.projections(hidden, heads) + heads * latents.v_head_dim * hidden
+        return count + bias + (norm * ((latents.q_lora_rank or 0) + latents.kv_lora_rank) if args.qk_layernorm else 0)
+    head, groups = args.kv_channels, args.num_query_groups if args.group_query_attention else heads
+    qkv = (heads + 2 * groups) * head
+    count = hidden * qkv + heads * head * hidden + bias
+    return count + (qkv if args.add_bias_linear or args.add_qkv_bias else 0) + (2 * norm * head if args.qk_layernorm else 0)
 
 
 def embedding_parameters(args: argparse.Namespace) -> int | None:
@@ -82,8 +88,6 @@ def activation_bytes(args: argparse.Namespace) -> int:
     """
     tokens, tensor = args.micro_batch_size * args.seq_length, args.tensor_model_parallel_size
     width = 2 if args.bf16 or args.fp16 else 4
-    head = args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     gate = 3 if args.swiglu or args.quick_geglu else 2
     residual = 4 * args.hidden_size // (tensor if args.sequence_parallel else 1)
     ffn = args.ffn_hidden_size
@@ -92,9 +96,19 @@ def activation_bytes(args: argparse.Namespace) -> int:
         ffn = max(ffn if not all(moe_layer_pattern(args.moe_layer_freq, args.num_layers)) else 0, routed) + (
             args.moe_shared_expert_intermediate_size or 0
         )
-    per_layer = residual + (2 * (args.num_attention_heads + groups) * head + gate * ffn) // tensor
+    per_layer = residual + _attention_activations(args) + gate * ffn // tensor
     logits = (padded_vocab_size(args) or 0) // tensor * (width + 4)
     return tokens * (width * per_layer * args.num_layers + logits)
+
+
+def _attention_activations(args: argparse.Namespace) -> int:
+    """What a layer's attention keeps of a token: queries, keys, values and what comes of them; latents before and after their norms."""
+    heads, tensor, latents = args.num_attention_heads, args.tensor_model_parallel_size, LatentSizes.of(args)
+    if latents is None:
+        groups = args.num_query_groups if args.group_query_attention else heads
+        return 2 * (heads + groups) * args.kv_channels // tensor
+    width = (latents.q_lora_rank or 0) + latents.kv_lora_rank + latents.qk_pos_emb_head_dim
+    return 2 * heads * (latents.score_channels + latents.v_head_dim) // tensor + 2 * width // (tensor if args.sequence_parallel else 1)
 
 
 def report(args: argparse.Namespace) -> str:
@@ -150,7 +164,9 @@ def _model_lines(args: argparse.Namespace) -> list[str]:
         return [*lines, f"parameters: {dense + experts} + embeddings (their size is the tokenizer's)"]
     total = dense + experts + rest
     # all but norms and learned positions, which are small, is divided over the tensor-parallel ranks
-    held = (dense + rest) // args.tensor_model_parallel_size
+    latents, tensor = LatentSizes.of(args), args.tensor_model_parallel_size
+    whole = 0 if latents is None else args.num_layers * latents.down_projections(args.hidden_size)
+    held = whole + (dense - whole + rest) // tensor
     held += experts // (args.expert_model_parallel_size * args.expert_tensor_parallel_size)
     state, activations = held * state_bytes_per_parameter(args), activation_bytes(args)
     return [

@@ -12,7 +12,7 @@ from megatron.core import device, parallel_state
 from megatron.core.datasets import index_cache
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
-from megatron.core.tokenizers import build_tokenizer, check_fingerprint, vocab_size_with_padding
+from megatron.core.tokenizers import build_tokenizer, check_fingerprint, tokenizer_record, vocab_size_with_padding
 from megatron.training import global_vars
 from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import microbatches_calculator_args, was_given
@@ -27,7 +27,7 @@ from megatron.training.training_log import print_rank_0
 
 
 def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
-    """The tokenizer; sets args.padded_vocab_size and args.softmax_vocab_size.
+    """The tokenizer; sets args.padded_vocab_size, args.softmax_vocab_size and args.tokenizer_record, which checkpoints keep.
 
     Rows that are there only to divide the vocabulary over tensor-parallel ranks never enter the softmax: the loss does not depend on the
     layout. A size that was fixed by --padded-vocab-size (or by the checkpoint of another program) enters it whole, as in Megatron-LM.
@@ -39,6 +39,7 @@ def build_tokenizer_from_args(args: argparse.Namespace) -> Any:
     tokenizer = build_tokenizer(**{name: getattr(args, name) for name in names})
     blends = [get_blend_from_list(paths) for paths in _data_lists(args)]
     check_fingerprint([prefix for blend in blends if blend for prefix in blend[0]], tokenizer)
+    args.tokenizer_record = tokenizer_record(tokenizer)
     padded = vocab_size_with_padding(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     fixed = args.padded_vocab_size if args.provenance.get("padded_vocab_size") != "derived" else None
     if fixed is not None and fixed < tokenizer.vocab_size:

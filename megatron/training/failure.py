@@ -72,8 +72,10 @@ class FailureWatch:
         self._thread.start()
 
     def expect_end(self) -> None:
-        """All went well: from now on a store or a peer that is gone is no failure."""
+        """All went well: from now on a store or a peer that is gone is no failure. The last sign of life tells peers who still work."""
         self._ending.set()
+        with suppress(RuntimeError):
+            self._write_sign()
 
     def stop(self) -> None:
         """End the thread and undo what `start` did. From the main thread."""
@@ -115,7 +117,8 @@ class FailureWatch:
 
     def _whose_fault(self) -> str | None:
         """The failure that is on record soon, or a peer that gives no sign of life, which is put on record."""
-        before, changed = self._signs(), {self.rank}
+        before = self._signs()
+        changed = {self.rank} | {rank for rank, sign in enumerate(before) if sign["done"]}
         end = time.monotonic() + SILENT
         while time.monotonic() < end:
             if (found := self.on_record()) is not None:
@@ -123,7 +126,7 @@ class FailureWatch:
             time.sleep(0.2)
             self._write_sign()  # the thread may be the caller
             now = self._signs()
-            changed |= {rank for rank in range(self.world_size) if now[rank]["beat"] != before[rank]["beat"]}
+            changed |= {rank for rank in range(self.world_size) if now[rank]["beat"] != before[rank]["beat"] or now[rank]["done"]}
             if len(changed) == self.world_size:
                 end = min(end, time.monotonic() + 2 * BEAT)  # all live: the record may still come
         silent = [rank for rank in range(self.world_size) if rank not in changed]
@@ -185,16 +188,19 @@ class FailureWatch:
             "waiting": last_seen.is_waiting(),
             "line": last_seen.line(),
             "still": round(now - self._moved_at, 1),
+            "done": self._ending.is_set(),
         }
 
     def _write_sign(self) -> dict[str, Any]:
-        sign = self._sign()
-        self._ask(lambda: self.store.set(f"{SIGNS}/{self.rank}", json.dumps(sign)))
+        with self._lock:  # around both, so that what `expect_end` writes stays the last word
+            sign = self._sign()
+            self.store.set(f"{SIGNS}/{self.rank}", json.dumps(sign))
         return sign
 
     def _signs(self) -> list[dict[str, Any]]:
         """Of all ranks; of one that never gave any, an empty one."""
         never = {"beat": 0, "phase": "start-up", "iteration": 0, "collective": "", "count": 0, "waiting": False, "line": "", "still": 0.0}
+        never["done"] = False
         found = []
         for rank in range(self.world_size):
             name = f"{SIGNS}/{rank}"
@@ -229,7 +235,7 @@ class FailureWatch:
                     self._leave_soon(failure)
                 continue
             now = time.monotonic()
-            if sign["beat"] != seen or not sign["iteration"]:
+            if sign["beat"] != seen or not sign["iteration"] or sign["done"]:
                 seen, seen_at = sign["beat"], now
             elif min(now - seen_at, now - self._moved_at) > SILENT_IN_TRAINING:
                 self._tell(self._claim_silent([neighbour], self._signs()))

@@ -30,8 +30,6 @@ RENAMED: dict[str, str] = {
     "--checkpoint-num-layers": "use --recompute-num-layers",
     "--activations-checkpoint-method": "use --recompute-granularity full --recompute-method",
     "--activations-checkpoint-num-layers": "use --recompute-num-layers",
-    "--fp8-hybrid": "use --fp8-format hybrid",
-    "--fp8-e4m3": "use --fp8-format e4m3",
     "--expert-parallel": "use --expert-model-parallel-size",
     "--moe-frequency": "use --moe-layer-freq",
     "--moe-loss-coeff": "use --moe-aux-loss-coeff",
@@ -109,6 +107,8 @@ STANDS_FOR: dict[str, tuple[str, str]] = {
     "use_flash_attn": ("attention_backend", "flash"),
     "recompute_activations": ("recompute_granularity", "selective"),
     "enable_cuda_graph": ("cuda_graph_impl", "local"),
+    "fp8_hybrid": ("fp8", "hybrid"),
+    "fp8_e4m3": ("fp8", "e4m3"),
 }
 
 # flag -> TransformerConfig fields; activation functions by their name in torch.nn.functional or megatron.core.activations

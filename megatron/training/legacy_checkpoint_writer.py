@@ -6,6 +6,7 @@ states by that order.
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +17,46 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
 from megatron.training import legacy_distributed_optimizer
-from megatron.training.legacy_checkpoints import MODEL_FILE, OPTIMIZER_FILE, rank_folder
+from megatron.training.checkpoint_names import rank_folder
+from megatron.training.legacy_checkpoints import MODEL_FILE, OPTIMIZER_FILE
 
 
-def _tensors_of(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of a module's own parameters and stored buffers; an expert's parameter that holds several is one name for each."""
-    for name, param in module.named_parameters(recurse=False):
-        described: Any = param
-        if described.sharding.expert_dims:
-            yield from ((f"{prefix}{name}{number}", one) for number, one in enumerate(param.detach()))
-        else:
-            yield f"{prefix}{name}", param.detach()
-    for name, buffer in module.named_buffers(recurse=False):
-        if hasattr(buffer, "sharding"):
-            yield f"{prefix}{name}", buffer.detach()
+@dataclass(frozen=True)
+class FileEntry:
+    """One entry of a rank's model: a parameter's or stored buffer's tensor, or an `_extra_state`."""
+
+    name: str
+    owner: str | None  # name of the parameter or buffer in the model; None: an `_extra_state`
+    value: torch.Tensor | None
+    expert: int | None = None  # row of a parameter that holds several experts: each is an entry of its own
 
 
-def model_state_dict(chunk: torch.nn.Module) -> dict[str, Any]:
-    """Name -> this rank's tensor, in registration order, with the empty `_extra_state` entries that Megatron-LM's modules have."""
-    state: dict[str, Any] = {}
+def file_entries(chunk: torch.nn.Module) -> Iterator[FileEntry]:
+    """In registration order, with the empty `_extra_state` entries that Megatron-LM's modules have."""
     seen: set[int] = set()
     for path, module in unwrap_model(chunk).named_modules():
         prefix = f"{path}." if path else ""
-        for name, tensor in _tensors_of(module, prefix):
-            if tensor.data_ptr() not in seen or not tensor.numel():  # a tied weight of one stage is stored once
-                state[name] = tensor
-            seen.add(tensor.data_ptr())
+        for name, param in module.named_parameters(recurse=False):
+            described: Any = param
+            if described.sharding.expert_dims:
+                yield from (FileEntry(f"{prefix}{name}{row}", f"{prefix}{name}", one, row) for row, one in enumerate(param.detach()))
+            elif id(param) not in seen:  # a tied weight of one stage is stored once
+                yield FileEntry(f"{prefix}{name}", f"{prefix}{name}", param.detach())
+            seen.add(id(param))
+        for name, buffer in module.named_buffers(recurse=False):
+            if hasattr(buffer, "sharding"):
+                yield FileEntry(f"{prefix}{name}", f"{prefix}{name}", buffer.detach())
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            state[f"{prefix}_extra_state"] = None
+            yield FileEntry(f"{prefix}_extra_state", None, None)
         elif type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            state[f"{prefix}_extra_state"] = module.get_extra_state()
+            yield FileEntry(f"{prefix}_extra_state", None, module.get_extra_state())
         elif path == "decoder.final_layernorm":
-            state[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)
-    return state
+            yield FileEntry(f"{prefix}_extra_state", None, torch.empty(0, dtype=torch.uint8))
+
+
+def model_state_dict(chunk: torch.nn.Module) -> dict[str, Any]:
+    """Name -> this rank's tensor."""
+    return {entry.name: entry.value for entry in file_entries(chunk)}
 
 
 def optimizer_state_dict(optimizer: Any) -> dict[str, Any] | list[dict[str, Any]]:

@@ -6,7 +6,7 @@ expert parallelism. Files are mapped, not read: a rank touches only the parts th
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,15 @@ from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.parts import Block, load_from_parts
 from megatron.core.dist_checkpointing.safe_pickle import load_torch
 from megatron.core.optimizer import has_weight_decay, is_embedding_or_output
+from megatron.training.checkpoint_names import LegacyFile, legacy_files
 from megatron.training.optimizer_buckets import STATES, place_in_buckets
-from megatron.training.source_layout import KnownModel, SourceLayout, blocks_of, place_of
+from megatron.training.source_layout import KnownModel, SourceLayout, as_stored, blocks_of, place_of
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
-Rank = tuple[int, int, int]  # tensor, pipeline, expert
 Named = Mapping[tuple[int, str], torch.Tensor]  # (chunk, name) -> the rank's tensor, in registration order
 States = dict[tuple[int, str], dict[str, torch.Tensor]]  # the same -> name of the optimizer's state -> tensor
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-
-
-def rank_folder(rank: Rank, stages: int, expert_ranks: int) -> str:
-    """The folder's name of one model-parallel rank: stage and expert rank stand there where there are several."""
-    tensor, stage, expert = rank
-    return f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if stages > 1 else "") + (f"_{expert:03d}" if expert_ranks > 1 else "")
 
 
 def is_legacy(folder: Path) -> bool:
@@ -44,6 +38,7 @@ class LegacyCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.unknown: set[str] = set()
         self._files: dict[str, dict[str, Any]] = {}
         first = min((path.name for path in folder.iterdir() if _FOLDER.fullmatch(path.name)), default=None)
         if first is None:
@@ -73,29 +68,27 @@ class LegacyCheckpoint:
 
     @cached_property
     def layout(self) -> SourceLayout:
-        layout = SourceLayout.of(self.saved)
-        if layout.num_experts and layout.expert_tensor != layout.tensor:
-            raise CheckpointError(
-                f"{self.folder} was saved with --expert-tensor-parallel-size {layout.expert_tensor} and --tensor-model-parallel-size "
-                f"{layout.tensor}: in the torch format experts are read where the two are equal; save it with --ckpt-format torch_dist"
-            )
-        return layout
+        return SourceLayout.of(self.saved)
 
-    def ranks(self) -> Iterator[Rank]:
+    @cached_property
+    def ranks(self) -> list[LegacyFile]:
         """Every model-parallel rank that saved."""
-        for stage in range(self.layout.pipeline):
-            for expert in range(self.layout.expert):
-                for tensor in range(self.layout.tensor):
-                    yield tensor, stage, expert
+        layout = self.layout
+        expert_tensor = layout.expert_tensor if layout.num_experts else layout.tensor
+        try:
+            return legacy_files(layout.tensor, layout.pipeline, layout.expert, expert_tensor)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: no files of the torch format hold its experts: {error}") from None
 
-    def file(self, rank: Rank) -> dict[str, Any]:
-        return self._read(rank_folder(rank, self.layout.pipeline, self.layout.expert))
+    def file(self, rank: LegacyFile) -> dict[str, Any]:
+        return self._read(rank.name)
 
     def common(self) -> dict[str, Any]:
         """What is the same for all ranks; of the optimizer the parameter groups and the loss scale."""
         common = {key: value for key, value in self._first.items() if not re.fullmatch(r"model\d*|optimizer|rng_state", key)}
         if self._first.get("optimizer") is not None:
-            stages = [self.file((0, stage, 0))["optimizer"] for stage in range(self.layout.pipeline)]
+            firsts = {rank.stage: rank for rank in reversed(self.ranks)}
+            stages = [self.file(firsts[stage])["optimizer"] for stage in sorted(firsts)]
             common["optimizer"] = joined_groups([state for stage in stages for state in chained(stage)])
         return common
 
@@ -104,28 +97,37 @@ class LegacyCheckpoint:
         if key not in self._first:
             return []
         sizes = (self.layout.pipeline, self.layout.tensor)
-        ranks = [rank for rank in self.ranks() if rank[2] == 0]
-        return [ShardedObject(key, self.file(rank)[key], sizes, (rank[1], rank[0])) for rank in ranks if key in self.file(rank)]
+        ranks = [rank for rank in self.ranks if rank.first_of_dense]
+        return [ShardedObject(key, self.file(rank)[key], sizes, (rank.stage, rank.tensor)) for rank in ranks if key in self.file(rank)]
 
     def parts(self, model: list[torch.nn.Module], with_optimizer: bool) -> dict[str, list[tuple[Block, torch.Tensor]]]:
-        """Key of the torch_dist format -> the blocks of it that the files hold, for `load_from_parts`. A collective over all ranks."""
+        """Key of the torch_dist format -> the blocks of it that the files hold, for `load_from_parts`. A collective over all ranks.
+
+        What the model lacks is left out, and its keys are in `unknown` then.
+        """
         known = KnownModel.of(model)
+        self.unknown = set()
         found: dict[str, list[tuple[Block, torch.Tensor]]] = {}
-        for rank in self.ranks():
+        for rank in self.ranks:
             named = rank_parameters(self.file(rank))
             states = self._optimizer_states(rank, named) if with_optimizer else {}
             for (chunk, name), tensor in named.items():
-                place = place_of(name, self.layout, rank[1], chunk, rank[2], known)
+                place = place_of(name, self.layout, rank.stage, chunk, rank.expert, known)
                 param = known.params.get(place.key)
+                if param is None:
+                    self.unknown.add(place.key)
+                    continue
+                param = as_stored(param, tuple(tensor.shape), self.layout.tensor)
                 if param is None or _is_copy(rank, param.sharding, name, place.key):
                     continue
-                blocks = blocks_of(place, param, tuple(tensor.shape), rank[0], self.layout.tensor)
-                for prefix, part in [("", tensor), *((f"optimizer.state.{k}.", v) for k, v in states.get((chunk, name), {}).items())]:
-                    found.setdefault(prefix + place.key, []).extend((block, part) for block in blocks)
+                part = (rank.expert_tensor, self.layout.expert_tensor) if param.sharding.is_expert else (rank.tensor, self.layout.tensor)
+                blocks = blocks_of(place, param, tuple(tensor.shape), *part)
+                for prefix, value in [("", tensor), *((f"optimizer.state.{k}.", v) for k, v in states.get((chunk, name), {}).items())]:
+                    found.setdefault(prefix + place.key, []).extend((block, value) for block in blocks)
         return found
 
-    def _optimizer_states(self, rank: Rank, named: Named) -> States:
-        path = self.folder / rank_folder(rank, self.layout.pipeline, self.layout.expert) / OPTIMIZER_FILE
+    def _optimizer_states(self, rank: LegacyFile, named: Named) -> States:
+        path = self.folder / rank.name / OPTIMIZER_FILE
         if not path.exists():
             return optimizer_states(self.file(rank), named, self.saved)
         try:
@@ -145,11 +147,11 @@ def _mapped(path: Path) -> Any:
         return load_torch(str(path))
 
 
-def _is_copy(rank: Rank, sharding: Any, name: str, key: str) -> bool:
+def _is_copy(rank: LegacyFile, sharding: Any, name: str, key: str) -> bool:
     """Whether another rank's file has the same values: of replicated tensors the first rank's are read."""
-    tensor, _, expert = rank
-    tied = name == "output_layer.weight" != key
-    return tied or (tensor > 0 and not sharding.is_split) or (expert > 0 and not sharding.is_expert)
+    if sharding.is_expert:
+        return rank.expert_tensor > 0 and not sharding.is_split
+    return name == "output_layer.weight" != key or not rank.first_of_dense or (rank.tensor > 0 and not sharding.is_split)
 
 
 def rank_parameters(file: Mapping[str, Any]) -> Named:

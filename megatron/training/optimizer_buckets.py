@@ -20,7 +20,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.dist_checkpointing.parts import Block, narrowed, overlap, sharded_tensors, uncovered
-from megatron.core.tensor_parallel.param_sharding import local_shape
+from megatron.core.tensor_parallel.param_sharding import local_shape, mapped_key
 from megatron.training.source_layout import KnownModel, KnownParam, Place, SourceLayout, blocks_of, with_stored_rows
 
 ALIGNMENT = 64  # elements: where a parameter begins in a buffer
@@ -29,8 +29,9 @@ _BUCKET = re.compile(
     r"(?P<prefix>.*?)distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<dtype>[\w.]+), [\w.]+\)"
     r"\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
-# Registration order of a layer's parts. A norm that is fused with a linear is registered right before its weight; unfused, as
-# `input_layernorm` or `pre_mlp_layernorm`, it is stored under the fused name and registered before the attention or the MLP.
+# Registration order of a layer's parts. A norm that is fused with a linear is registered right before its weight; unfused it is stored
+# under the fused name and registered as _UNFUSED says. (Of latent attention no stored file was at hand: its order is an assumption, which
+# the values of the main parameters confirm or refute.)
 _LAYER_ORDER = (
     "input_layernorm.",
     "self_attention.linear_proj.",
@@ -54,6 +55,12 @@ _LAYER_ORDER = (
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
 )
+_UNFUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 _BEFORE_LAYERS = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _AFTER_LAYERS = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "output_layer.weight", "output_layer.bias")
 _WORDS, _OUTPUT = _BEFORE_LAYERS[0], _AFTER_LAYERS[2]
@@ -76,8 +83,8 @@ class Stretch:
 
 def registration_rank(part: str, fused_norms: bool) -> int:
     """Position of a layer's parameter (its key without the layer) among the layer's, weights before biases. Raises CheckpointError."""
-    if not fused_norms and part.startswith("self_attention.linear_qkv.layer_norm_"):
-        part = "input_layernorm." + part.removeprefix("self_attention.linear_qkv.layer_norm_")
+    if not fused_norms:
+        part = mapped_key(part, _UNFUSED)
     prefixes = [number for number, prefix in enumerate(_LAYER_ORDER) if part.startswith(prefix)]
     if not prefixes:
         raise CheckpointError(

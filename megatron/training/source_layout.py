@@ -163,6 +163,14 @@ def with_stored_rows(sharding: ParamSharding, rows: int) -> ParamSharding:
     return replace(sharding, global_shape=(rows, *sharding.global_shape[1:]), segments=(Segment("rows", rows, "tp"),))
 
 
+def as_stored(param: KnownParam, shape: tuple[int, ...], tensor_size: int) -> KnownParam:
+    """The same where a tensor that we hold whole was stored by rows: Megatron-LM's local layers split the down-projections of latents."""
+    whole = param.sharding.global_shape
+    if param.sharding.is_split or tensor_size == 1 or len(whole) != 2 or shape != (whole[0] // tensor_size, whole[1]):
+        return param
+    return replace(param, sharding=replace(param.sharding, split_dim=0, segments=(Segment("rows", whole[0], "tp"),)))
+
+
 def blocks_of(place: Place, param: KnownParam, shape: tuple[int, ...], tensor_rank: int, tensor_size: int) -> list[Block]:
     """The boxes of the whole tensor that one rank's tensor of `shape` consists of.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import device
 from megatron.core.enums import ModelType
-from megatron.core.flops import model_flops
+from megatron.core.flops import LatentSizes, model_flops
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.cuda_graphs import FullCudaGraphWrapper
@@ -104,7 +104,8 @@ def _pretrain(
             print_rank_0(f"training from iteration {state.iteration + 1} to {run.train_iters}")
             train(run, batches, callbacks)
         elif not args.skip_train:
-            print_rank_0(f"nothing to train: iteration {state.iteration} of {run.train_iters} is done (raise --train-iters to go on)")
+            done = f"iteration {state.iteration} of {run.train_iters} is done"
+            print_rank_0(f"training already complete: {done} (raise --train-iters to go on)")
         if run.stop_reason is None:
             for callback in callbacks:
                 callback.on_run_complete(run)
@@ -130,6 +131,7 @@ def flops_of_sample(args: argparse.Namespace) -> float:
         gated_linear_unit=args.swiglu or args.quick_geglu,
         seq_length=args.seq_length,
         vocab_size=args.softmax_vocab_size,
+        latents=LatentSizes.of(args),
         **_flops_of_experts(args),
     )
 

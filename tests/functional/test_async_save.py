@@ -102,13 +102,13 @@ def test_two_ranks(corpus: Path, tmp_path: Path) -> None:
         assert_equal_tensors(*(checkpoint_tensors(tmp_path / name, iteration) for name in ("plain", "beside")))
 
 
-def kill_and_go_on(corpus: Path, folder: Path, flags: str, trials: int) -> None:
+def kill_and_go_on(corpus: Path, folder: Path, flags: str, trials: int, keep: int = 2) -> None:
     """Trainings that save at every step, each killed at a random moment after its first save; each goes on from the one before."""
     random.seed(1234)
     reached = 0
     for _ in range(trials):
-        words = argv(*on(corpus), f"--train-iters 100000 --save-interval 1 --keep-last 2 --save {folder} --load {folder} {flags}")
-        with Ranks(1, words) as ranks:
+        length = f"--train-iters 100000 --save-interval 1 --keep-last {keep}"
+        with Ranks(1, argv(*on(corpus), f"{length} --save {folder} --load {folder} {flags}")) as ranks:
             end = time.monotonic() + 60
             while not (folder / "latest_checkpointed_iteration.txt").exists() or int(tracker(folder)) <= reached:
                 assert ranks.is_alive() and time.monotonic() < end, ranks.written()
@@ -131,3 +131,19 @@ def test_killed_at_random(corpus: Path, tmp_path: Path, flags: str) -> None:
 @pytest.mark.parametrize("flags", ["", "--async-save"], ids=["sync", "async"])
 def test_killed_at_thirty_random_points(corpus: Path, tmp_path: Path, flags: str) -> None:
     kill_and_go_on(corpus, tmp_path, flags, 30)
+
+
+SLOW_WRITER = """
+import os, sys, time
+if any(word.endswith("async_worker") for word in sys.orig_argv):
+    sync = os.fsync
+    os.fsync = lambda file: (time.sleep(0.15), sync(file))[1]
+"""
+
+
+@pytest.mark.parametrize("trials", [1, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_while_a_slow_writer_has_the_only_one(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
+    """--keep-last 1 and a writer that takes longer than the interval: the last complete one goes when the next one is complete."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_WRITER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kill_and_go_on(corpus, tmp_path / "saved", "--async-save", trials, keep=1)

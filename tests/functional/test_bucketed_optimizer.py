@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import load_torch, plain_namespace
+from megatron.training.checkpoint_formats import open_checkpoint
 from megatron.training.optimizer_buckets import place_in_buckets
 from tests.functional.runner import on, train
 from tests.functional.test_golden_continuation import continue_run
@@ -49,6 +50,12 @@ BATCH = "--bf16 --num-layers 4 --hidden-size 48 --ffn-hidden-size 68 --swiglu --
 DENSE = f"{BATCH} --disable-bias-linear --untie-embeddings-and-output-weights"
 TIED = f"{BATCH} --add-qkv-bias"
 EXPERTS = f"{BATCH} --disable-bias-linear --num-experts 4 --moe-router-load-balancing-type none"
+LATENT = (
+    f"{DENSE} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--qk-layernorm --position-embedding-type none"
+)
+LATENT_PARTS = ["linear_q_down_proj", "linear_q_up_proj.layer_norm", "linear_q_up_proj", "linear_kv_down_proj"]
+LATENT_PARTS += ["linear_kv_up_proj.layer_norm", "linear_kv_up_proj"]
 NORM_BEFORE_ATTENTION, NORM_BEFORE_MLP = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
 
 
@@ -70,6 +77,10 @@ class Ranks:
         if self.local:
             attention = [attention[2], *attention[:2]]
         attention += ["self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"]
+        # of latent attention the norm before it is always by itself, those of latents are fused or the last
+        latent = [f"self_attention.{part}{'_' if part.endswith('norm') else '.'}weight" for part in LATENT_PARTS]
+        latent = sorted(latent, key=lambda part: part.endswith("norm_weight")) if self.local else latent
+        attention = ["input_layernorm.weight", *attention, *latent]
         mlp = ["pre_mlp_layernorm.weight", "mlp.router.weight", NORM_BEFORE_MLP]
         mlp += [f"mlp.linear_fc{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
         return [f"decoder.layers.{part}" for part in attention + mlp if f"decoder.layers.{part}" in keys]
@@ -79,7 +90,7 @@ def cut(key: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """The part of one layer's tensor that a tensor-parallel rank holds."""
     if re.search(r"linear_fc1\.(weight|bias)$", key):
         return torch.cat([half.chunk(size, 0)[rank] for half in tensor.chunk(2, 0)])
-    if re.search(r"(linear_qkv\.(weight|bias)|word_embeddings\.weight|output_layer\.weight)$", key):
+    if re.search(r"(linear_qkv\.(weight|bias)|_up_proj\.weight|word_embeddings\.weight|output_layer\.weight)$", key):
         return tensor.chunk(size, 0)[rank]
     return tensor.chunk(size, 1)[rank] if re.search(r"(linear_proj|linear_fc2)\.weight$", key) else tensor
 
@@ -133,7 +144,7 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
 
     claimed: arguments that the checkpoint has instead of that layout's.
     """
-    tensors, common = dist_checkpointing.load_plain_tensors(source), dist_checkpointing.load_common_state_dict(source)
+    tensors, common = dist_checkpointing.load_plain_tensors(source), open_checkpoint(source).common()
     contents: dict[str, Any] = {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
     with_experts = any(".experts." in key for key in contents) and not ranks.mixed
     groups = common.pop("optimizer")["param_groups"]
@@ -150,7 +161,7 @@ def write_by_buckets(source: Path, folder: Path, ranks: Ranks, **claimed: Any) -
             name = f"chained_1.optimizer.distributed.dp_group_idx_{expert}"
             for number, one in enumerate(flat(registered_experts(ranks, own, expert), ranks.bucket)):
                 contents[f"{name}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}.{state}"] = one
-            of_experts = [group for group in groups if group["is_expert_parallel"]]
+            of_experts = [group | {"is_expert_parallel": True} for group in groups if group["wd_mult"]]
             contents[f"{name}.optimizer"] = ShardedObject(f"{name}.optimizer", {"param_groups": of_experts}, (1,), (0,))
     for key, value in contents.items():
         if torch.is_tensor(value):
@@ -192,6 +203,8 @@ LAYOUTS = {
     "tp2_pp2": (DENSE, Ranks(tensor=2, pipeline=2, bucket=9000)),
     "interleaved_tied": (TIED, Ranks(pipeline=2, chunks=2, bucket=5000)),
     "small_buckets_tied": (TIED, Ranks(bucket=3000, local=True)),
+    "latent_tp2": (LATENT, Ranks(tensor=2, bucket=5000)),
+    "latent_local_pp2": (LATENT, Ranks(pipeline=2, local=True)),
     "experts_ep2": (EXPERTS, Ranks(expert=2, bucket=20000)),
     "experts_mixed": (EXPERTS, Ranks(mixed=True, bucket=20000)),
     "experts_grouped_tp2": (EXPERTS, Ranks(tensor=2, expert=4, grouped=True)),
@@ -250,7 +263,7 @@ def test_parameters_are_placed_as_they_were_written(numels: list[int], bucket: i
 
 def add_legacy_optimizer(source: Path, folder: Path) -> None:
     """Put the optimizer of `source` beside the model of one rank that was written without."""
-    tensors, common = dist_checkpointing.load_plain_tensors(source), dist_checkpointing.load_common_state_dict(source)
+    tensors, common = dist_checkpointing.load_plain_tensors(source), open_checkpoint(source).common()
     flats: dict[str, Any] = {}
     for state in ("param", "exp_avg", "exp_avg_sq"):
         prefix = f"optimizer.state.{state}."
@@ -259,8 +272,7 @@ def add_legacy_optimizer(source: Path, folder: Path) -> None:
     flats["numel_unpadded"] = flats["param"].numel()
     torch.save({"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): flats}}, folder / "distrib_optim.pt")
     file = load_torch(str(folder / "model_optim_rng.pt"))
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in common["optimizer"]["param_groups"]]
-    file |= {"optimizer": {"optimizer": {"param_groups": groups}}, "opt_param_scheduler": common["opt_param_scheduler"]}
+    file |= {"optimizer": {"optimizer": common["optimizer"]}, "opt_param_scheduler": common["opt_param_scheduler"]}
     file["args"] = plain_namespace(vars(file["args"]))
     torch.save(file, folder / "model_optim_rng.pt")
 

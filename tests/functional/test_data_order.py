@@ -113,7 +113,7 @@ def test_an_order_that_begins_anew_reaches_behind_what_larger_batches_consumed(t
 
 
 def test_a_checkpoint_without_an_order_goes_on_by_this_runs_sizes(tmp_path: Path, corpora: dict, monkeypatch: Any) -> None:
-    monkeypatch.setattr("megatron.training.checkpointing.DATA_ORDER", "not written")
+    monkeypatch.setattr("megatron.training.checkpoint_contents.DATA_ORDER", "not written")
     run(tmp_path, [corpora["a"]], 2)
     monkeypatch.undo()
     assert "data_order" not in load_common_state_dict(tmp_path / "save" / "iter_0000002")

@@ -83,7 +83,7 @@ def test_exit_interval(corpus: Path, tmp_path: Path) -> None:
     assert ends == [[1, 2, 3, 4], [5, 6, 7, 8], [9]]
     assert checkpoints(tmp_path) == ["iter_0000004", "iter_0000008", "iter_0000009"]
     again = train(*on(corpus, flags))
-    assert again.code == 0 and again.steps == [] and "nothing to train" in again.out
+    assert again.code == 0 and again.steps == [] and "training already complete" in again.out
 
 
 def test_time_limit(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed.checkpoint as dcp
 
+from megatron.core.dist_checkpointing import load_common_state_dict
 from tests.functional.forked import on_ranks
 from tests.functional.runner import train
 
@@ -41,22 +43,31 @@ def continue_run(golden: Path, folder: Path, name: str, script: str, more: str, 
     return result, json.loads((golden / "losses.json").read_text())[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "script", "more", "processes"),
-    [
-        ("gpt_fp32", "pretrain_gpt", "", 1),
-        ("llama_fp32", "pretrain_llama", "--group-query-attention --num-query-groups 2", 1),
-        pytest.param("gpt_fp32", "pretrain_gpt", "--tensor-model-parallel-size 2", 2, marks=pytest.mark.slow),
-        (
-            "llama_fp32",
-            "pretrain_llama",
-            "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2 --sequence-parallel",
-            2,
-        ),
-    ],
-)
-def test_continuation_matches_the_stored_run(golden: Path, tmp_path: Path, name: str, script: str, more: str, processes: int) -> None:
-    result, stored = continue_run(golden, tmp_path, name, script, more, processes)
+GPT = ("gpt_fp32", "pretrain_gpt", "")
+LLAMA = ("llama_fp32", "pretrain_llama", "--group-query-attention --num-query-groups 2")
+# layout -> flags, processes; the models of which it is part of the fast tests
+LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "one process": ("", 1, ("gpt_fp32", "llama_fp32")),
+    "tp2": ("--tensor-model-parallel-size 2", 2, ()),
+    "tp2 sp": ("--tensor-model-parallel-size 2 --sequence-parallel", 2, ("llama_fp32",)),
+    "pp2": ("--pipeline-model-parallel-size 2", 2, ("gpt_fp32",)),
+    "pp2 vpp2": ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2, ()),
+    "dp2": ("", 2, ()),
+    "dp2 sharded": ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2, ()),
+    "tp2 pp2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, ()),
+}
+CASES = [
+    pytest.param(*model, *LAYOUTS[layout][:2], id=f"{model[0]} {layout}", marks=() if model[0] in LAYOUTS[layout][2] else pytest.mark.slow)
+    for layout in LAYOUTS
+    for model in (GPT, LLAMA)
+]
+
+
+@pytest.mark.parametrize(("name", "script", "flags", "layout", "processes"), CASES)
+def test_continuation_matches_the_stored_run(
+    golden: Path, tmp_path: Path, name: str, script: str, flags: str, layout: str, processes: int
+) -> None:
+    result, stored = continue_run(golden, tmp_path, name, script, f"{flags} {layout}", processes)
     assert result.code == 0, result.err
     expected = stored["train"][10:]
     assert result.column("iteration") == [row["iteration"] for row in expected] == list(range(11, 21))
@@ -68,3 +79,29 @@ def test_continuation_matches_the_stored_run(golden: Path, tmp_path: Path, name:
     held_out = [row["lm_loss"] for row in stored["validation"][1:]]
     assert [row["lm_loss"] for row in result.evaluations] == pytest.approx(held_out, abs=2e-6 + LOGGED_DIGIT, rel=0)
     assert result.column("consumed_samples")[-1] == 160
+
+
+@pytest.mark.parametrize(("name", "script", "more"), [GPT, ("llama_te_bf16", LLAMA[1], f"{LLAMA[2]} --bf16 --use-distributed-optimizer")])
+def test_what_is_saved_then_has_the_keys_that_megatron_lms_own_has(golden: Path, tmp_path: Path, name: str, script: str, more: str) -> None:
+    """Its loader finds each of them; of the optimizer by buckets, which is saved by weights, those of the model."""
+    result, _ = continue_run(golden, tmp_path, name, script, f"{more} --exit-interval 11 --save {tmp_path}/saved")
+    assert result.code == 0, result.err
+    (theirs,) = tmp_path.rglob("iter_0000010")
+    index, own = (dcp.FileSystemReader(folder).read_metadata() for folder in (theirs, tmp_path / "saved" / "iter_0000011"))
+    shapes, own_shapes = (
+        {key: getattr(entry, "size", None) for key, entry in one.state_dict_metadata.items() if ".distributed." not in key}
+        for one in (index, own)
+    )
+    states = {key for key in own_shapes if key.startswith("optimizer.state.")}
+    if name == GPT[0]:
+        assert states == {key for key in shapes if key.startswith("optimizer.state.")}
+    else:
+        assert len(states) == 3 * sum("/shard_" not in key for key in shapes)
+        own_shapes = {key: size for key, size in own_shapes.items() if key not in states}
+    assert own_shapes == {key: size for key, size in shapes.items() if not key.startswith("rerun_state_machine_state/")}
+    common, own_common = (load_common_state_dict(folder) for folder in (theirs, tmp_path / "saved" / "iter_0000011"))
+    assert own_common.keys() - {"data_order"} == common.keys() - {"rerun_state_machine"}
+    assert own_common["opt_param_scheduler"].keys() == common["opt_param_scheduler"].keys()
+    if name == GPT[0]:
+        groups, own_groups = common["optimizer"]["param_groups"], own_common["optimizer"]["param_groups"]
+        assert [group.keys() for group in own_groups] == [group.keys() for group in groups]

@@ -169,6 +169,41 @@ def test_what_one_layout_wrote_another_reads(
     assert rest.column("lr") == whole.column("lr")[2:]
 
 
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm "
+    "--swiglu --disable-bias-linear --normalization RMSNorm"
+)
+
+
+def test_latent_attention_of_local_layers_is_read(corpus: Path, tmp_path: Path) -> None:
+    """Names of the file are the modules' own, norms last; Megatron-LM's local layers split the down-projections too, by rows."""
+    whole = train(*on(corpus, LATENT))
+    first = f"--tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path / 'saved'} --exit-interval 2"
+    assert on_ranks(2, *on(corpus, LATENT, first)).code == 0
+    folder = tmp_path / "saved" / "iter_0000002"
+    (folder / "checksums.json").unlink()  # from here on it is as another program wrote it
+    for rank in (0, 1):
+        path = folder / f"mp_rank_0{rank}" / "model_optim_rng.pt"
+        file = load_torch(str(path))
+        file["args"] = plain_namespace(vars(file["args"]))
+        tensors = {name: tensor for name, tensor in file["model"].items() if torch.is_tensor(tensor)}
+        own = [name.rpartition(".")[0].removeprefix("decoder.layers.1.self_attention.") for name in tensors if ".1.self_att" in name]
+        projections = ["linear_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
+        assert own == [*projections, "q_layernorm", "kv_layernorm"]
+        state = file["optimizer"]["state"]
+        decayed = [name for name, tensor in tensors.items() if tensor.dim() > 1]
+        for number, name in enumerate(decayed):
+            if "down_proj" in name:
+                file["model"][name] = tensors[name].chunk(2)[rank].clone()
+                state[number] |= {moment: state[number][moment].chunk(2)[rank].clone() for moment in ("exp_avg", "exp_avg_sq")}
+        torch.save(file, path)
+    for reader, ranks in (("", 1), ("--tensor-model-parallel-size 2 --sequence-parallel", 2)):
+        flags = (*on(corpus, LATENT), reader, f"--load {tmp_path / 'saved'}")
+        rest = train(*flags) if ranks == 1 else on_ranks(ranks, *flags)
+        assert rest.code == 0, rest.err
+        assert rest.losses() == pytest.approx(whole.losses()[2:], rel=3e-6)
+
+
 def test_a_folder_of_the_other_format_is_read_and_this_one_written(corpus: Path, tmp_path: Path) -> None:
     save, back = tmp_path / "torch_dist", tmp_path / "torch"
     whole = train(*on(corpus, f"--save {save} --save-interval 2"))

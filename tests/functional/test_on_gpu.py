@@ -35,9 +35,28 @@ def test_deterministic_runs_are_equal(corpus: Path, tmp_path: Path, name: str) -
     assert_equal_tensors(checkpoint_tensors(tmp_path / "one", 4), checkpoint_tensors(tmp_path / "two", 4))
 
 
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+FUSIONS = {
+    "--no-rope-fusion": LLAMA,
+    "--no-bias-swiglu-fusion": LLAMA,
+    "--no-bias-gelu-fusion": "",
+    "--no-bias-dropout-fusion": "--hidden-dropout 0.1",
+    "--no-gradient-accumulation-fusion": LLAMA,
+}
+
+
+@pytest.mark.parametrize("without", FUSIONS)
+def test_a_fusion_changes_rounding_alone(corpus: Path, without: str) -> None:
+    flags = f"--bf16 --train-iters 8 {FUSIONS[without]}"
+    runs = [torchrun(1, *on(corpus, f"{flags} {more}", ""), on_gpu=True) for more in ("", without)]
+    assert [run.code for run in runs] == [0, 0], runs[1].err
+    fused, plain = ([row["lm_loss"] for row in run.steps] for run in runs)
+    assert fused == pytest.approx(plain, rel=2e-3)  # bf16 has 8 bits
+
+
 GRAPHED = {
     "gpt": (1, ""),
-    "llama": (1, "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"),
+    "llama": (1, LLAMA),
     "data parallel": (2, SHARDED),
     "tensor parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pipeline": (2, "--pipeline-model-parallel-size 2"),

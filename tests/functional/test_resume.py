@@ -119,6 +119,52 @@ def test_resume_with_other_micro_batches(corpus: Path, tmp_path: Path) -> None:
     assert straight.column("grad_norm")[3:] == pytest.approx(resumed.column("grad_norm"), rel=1e-5)
 
 
+# two ranks each; without tensor parallelism sizes that two ranks do not divide
+ODD = "--hidden-size 33 --num-attention-heads 3 --ffn-hidden-size 57 --make-vocab-size-divisible-by 1"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+EXPERTS = f"{ODD} --num-experts 4 --moe-ffn-hidden-size 31 --moe-aux-loss-coeff 1e-2 --expert-model-parallel-size 2"
+MODES = {
+    "plain": ODD,
+    "plain bf16": f"{ODD} --bf16",
+    "distributed": f"{ODD} {SHARDED}",
+    "experts": EXPERTS,
+    "experts distributed": f"{EXPERTS} {SHARDED}",
+    "experts distributed bf16 grouped": f"{EXPERTS} {SHARDED} --bf16 --moe-grouped-gemm --swiglu --disable-bias-linear",
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pipeline": f"{ODD} --pipeline-model-parallel-size 2",
+    "interleaved": f"{ODD} --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+}
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == "experts distributed" else pytest.mark.slow) for mode in MODES])
+def test_two_ranks_repeat_and_resume_to_the_bit(corpus: Path, tmp_path: Path, mode: str) -> None:
+    """Twice the same command, and once stopped half way: dropout, loader processes, every optimizer and every rank's random states."""
+    flags = f"{MODES[mode]} {DROPOUT} --deterministic-mode --num-workers 2 --train-iters 6 --save-interval 3"
+    runs = [on_ranks(2, *on(corpus, flags, f"--save {tmp_path}/{name}")) for name in ("one", "two")]
+    resumed = on_ranks(2, *on(corpus, flags, f"--load {tmp_path}/one --ckpt-step 3 --save {tmp_path}/resumed"))
+    assert [run.code for run in (*runs, resumed)] == [0] * 3, runs[0].err + resumed.err
+    assert resumed.column("iteration") == [4, 5, 6]
+    assert numbers(runs[0]) == numbers(runs[1]) and numbers(runs[0], after=3) == numbers(resumed)
+    tensors = checkpoint_tensors(tmp_path / "one", 6)
+    for name in ("two", "resumed"):
+        assert_equal_tensors(checkpoint_tensors(tmp_path / name, 6), tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", SHARDED], ids=["plain", "distributed"])
+def test_resume_with_fewer_data_parallel_ranks(corpus: Path, tmp_path: Path, flags: str) -> None:
+    """Four, two and one: the global order of samples goes on."""
+    length = f"--micro-batch-size 1 --train-iters 9 --save {tmp_path} --load {tmp_path}"
+    straight = train(*on(corpus, "--train-iters 9"))
+    parts = [on_ranks(4, *on(corpus, length, flags), "--exit-interval 3"), on_ranks(2, *on(corpus, length, flags), "--exit-interval 6")]
+    parts.append(train(*on(corpus, length, flags)))
+    assert [part.code for part in parts] == [0] * 3, "".join(part.err for part in parts)
+    together = [row for part in parts for row in part.steps]
+    assert [row["consumed_samples"] for row in together] == straight.column("consumed_samples")
+    assert [row["lm_loss"] for row in together] == pytest.approx(straight.losses(), rel=1e-6)
+    assert not any("WARNING: --global-batch-size" in part.out for part in parts)
+
+
 def test_resume_with_other_data_parallel_size(corpus: Path, tmp_path: Path) -> None:
     """The global order of samples goes on: one process, then two, then one, against one that never stopped."""
     straight = train(*on(corpus, "--train-iters 9"))

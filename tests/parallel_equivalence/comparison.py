@@ -1,6 +1,7 @@
 """What the ranks of a layout saw, held against what one process saw."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -30,29 +31,31 @@ def part_of(whole: torch.Tensor, weight: Weight) -> torch.Tensor:
     return local_part(whole, weight.sharding, weight.rank, weight.size)
 
 
-def differences(trace: Trace, reference: Trace, tolerances: dict[str, float]) -> list[str]:
-    """What a rank has otherwise than one process, in words, in the order in which a training computes it."""
-    found = []
-
-    def judge(kind: str, name: str, difference: float) -> None:
-        if kind in tolerances and not difference <= tolerances[kind]:
-            found.append(f"{kind} of {name} is off by {difference:.1e}, allowed {tolerances[kind]:.0e}")
-
-    for key, weight in trace.initial.items():
-        if not torch.equal(weight.value, part_of(reference.initial[key].value, weight)):
-            found.append(f"initial weight {key} has other bits")
+def measured(trace: Trace, reference: Trace) -> Iterator[tuple[str, str, float]]:
+    """(kind of number, its name, relative difference between a rank and one process), in the order in which a training computes them."""
     for place, activation in trace.activations.items():
-        judge("forward", str(place), distance(activation.value, reference.activations[place].value[activation.positions]))
+        yield "forward", str(place), distance(activation.value, reference.activations[place].value[activation.positions])
     for step, (loss, expected) in enumerate(zip(trace.losses, reference.losses)):
-        judge("first loss" if step == 0 else "later loss", f"step {step + 1}", abs(loss - expected) / abs(expected))
+        yield "first loss" if step == 0 else "later loss", f"step {step + 1}", abs(loss - expected) / abs(expected)
     for kind, mine, theirs in (
         ("gradient", trace.gradients, reference.gradients),
         ("trained weight", trace.trained, reference.trained),
     ):
         for key, weight in mine.items():
-            judge(kind, str(key), distance(weight.value, part_of(theirs[key].value, weight)))
+            yield kind, str(key), distance(weight.value, part_of(theirs[key].value, weight))
     for step, (norm, expected) in enumerate(zip(trace.norms, reference.norms)):
-        judge("gradient norm", f"step {step + 1}", abs(norm - expected) / expected)
+        yield "gradient norm", f"step {step + 1}", abs(norm - expected) / expected
+
+
+def differences(trace: Trace, reference: Trace, tolerances: dict[str, float]) -> list[str]:
+    """What a rank has otherwise than one process, in words."""
+    found = []
+    for key, weight in trace.initial.items():
+        if not torch.equal(weight.value, part_of(reference.initial[key].value, weight)):
+            found.append(f"initial weight {key} has other bits")
+    for kind, name, difference in measured(trace, reference):
+        if kind in tolerances and not difference <= tolerances[kind]:
+            found.append(f"{kind} of {name} is off by {difference:.1e}, allowed {tolerances[kind]:.0e}")
     return found
 
 
@@ -125,9 +128,24 @@ def report(layout: Layout, results: Sequence[Traces], tolerances: Tolerances, ba
     return found
 
 
-def trained(layout: Layout, dtypes: Sequence[torch.dtype], fault: object = None, backend: str = "gloo") -> list[Traces]:
+def largest(layout: Layout, results: Sequence[Traces], backend: str = "gloo") -> dict[torch.dtype, dict[str, float]]:
+    """Of each dtype and kind of number the largest difference between any rank and one process; nan where one of them is."""
+    found: dict[torch.dtype, dict[str, list[float]]] = {}
+    for rank in results:
+        for (model, dtype), trace in rank.items():
+            for kind, _, difference in measured(trace, reference(layout.alone, model, dtype, backend)):
+                found.setdefault(dtype, {}).setdefault(kind, []).append(difference)
+    return {
+        dtype: {kind: max(values, key=lambda value: (math.isnan(value), value)) for kind, values in kinds.items()}
+        for dtype, kinds in found.items()
+    }
+
+
+def trained(
+    layout: Layout, dtypes: Sequence[torch.dtype], fault: object = None, backend: str = "gloo", timeout: float = 240
+) -> list[Traces]:
     """What each rank of the layout saw."""
-    return ranks(backend).run(layout.world_size, train_all, layout, tuple(dtypes), fault, name=layout.name)
+    return ranks(backend).run(layout.world_size, train_all, layout, tuple(dtypes), fault, name=layout.name, timeout=timeout)
 
 
 def assert_equals_one_process(layout: Layout, tolerances: Tolerances, backend: str = "gloo") -> None:

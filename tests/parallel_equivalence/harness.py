@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_sharding import ParamRecord, ParamSharding, build_param_table
 from megatron.core.tokenizers.build import vocab_size_with_padding
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
 from tests.parallel_equivalence.layouts import (
     DIVISIBLE_BY,
@@ -96,7 +96,8 @@ def config_of(layout: Layout, model_name: str, dtype: torch.dtype) -> Transforme
     settings |= MODELS[model_name].config | layout.config | RECOMPUTE.get(layout.recompute or "", {})
     if layout.cp_comm_type is not None:
         settings["cp_comm_type"] = layout.cp_comm_type
-    return TransformerConfig(
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return kind(
         num_layers=layout.num_layers,
         hidden_size=HIDDEN,
         init_method_std=0.1,  # activations and gradients of a size that shows faults

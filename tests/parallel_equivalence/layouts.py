@@ -67,11 +67,15 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+    "latent": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "layernorm"]},
+    "latent and core": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "core_attn"]},
 }
 
 A2A: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
 GROUPED: dict[str, Any] = A2A | {"moe_grouped_gemm": True}
 EXPERTS = ("moe", "moe bias")  # models
+LATENT = ("mla", "mla moe")
+WIDE = ("gpt wide", "llama wide")  # heads, and their groups, for eight ranks
 
 LAYOUTS = (
     # one axis
@@ -178,7 +182,34 @@ LAYOUTS = (
     Layout("ep2 pp2", pp=2, dp=2, ep=2, config=A2A, models=EXPERTS, microbatches=4),
     Layout("cp2 ep2", cp=2, ep=2, cp_comm_type="p2p", config=GROUPED, models=EXPERTS, microbatches=2, fast=True),
     Layout("tp2 sp ep2 pp2 vpp2", tp=2, sp=True, pp=2, vpp=2, dp=2, ep=2, config=GROUPED, models=("moe",), microbatches=2),
+    # latent attention
+    Layout("tp2 latent", tp=2, models=("mla",), fast=True),
+    Layout("tp2 sp latent", tp=2, sp=True, models=("mla",), fast=True),
+    Layout("tp2 sp latent experts", tp=2, sp=True, config=A2A, models=LATENT, microbatches=2),
+    Layout("pp2 latent", pp=2, models=("mla",), layers=4, microbatches=4),
+    Layout("dp2 sharded latent", dp=2, distributed_optimizer=True, overlap=True, models=LATENT, microbatches=2),
+    Layout("cp2 latent", cp=2, cp_comm_type="p2p", config=A2A, models=LATENT, per_token=True, microbatches=2),
+    Layout("cp2 all-gather latent", cp=2, cp_comm_type="all_gather", models=("mla",)),
+    Layout("cp2 a2a latent", cp=2, cp_comm_type="a2a", models=("mla",)),
+    Layout("cp4 hierarchical latent", cp=4, cp_comm_type="a2a+p2p", hierarchical_cp=(2, 2), models=("mla",)),
+    Layout("tp2 sp cp2 latent recompute", tp=2, sp=True, cp=2, cp_comm_type="p2p", recompute="latent", models=("mla",), fast=True),
+    Layout("tp2 latent recompute", tp=2, recompute="latent and core", models=("mla",), microbatches=2),
+    Layout("tp2 sp pp2 dp2 sharded latent", tp=2, sp=True, pp=2, dp=2, distributed_optimizer=True, overlap=True, models=("mla",)),
+    Layout("tp2 sp ep2 latent", tp=2, sp=True, dp=2, ep=2, etp=1, config=GROUPED, models=("mla moe",), microbatches=2),
+    Layout("pp2 zero-bubble latent", pp=2, schedule="zero-bubble", models=("mla",), microbatches=4),
     Layout("tp2 sp cp2 ep4 dp2 etp1", tp=2, sp=True, cp=2, dp=2, ep=4, etp=1, cp_comm_type="p2p", config=A2A, models=EXPERTS),
+    # one axis over a host's eight GPUs, or two
+    Layout("tp8 sp", tp=8, sp=True, models=WIDE),
+    Layout("tp4 sp pp2", tp=4, sp=True, pp=2, microbatches=4),
+    Layout("pp8", pp=8, microbatches=8),
+    Layout("pp4 vpp2 dp2", pp=4, vpp=2, dp=2, microbatches=4),
+    Layout("cp8", cp=8, cp_comm_type="p2p", models=WIDE),
+    Layout("cp8 a2a", cp=8, cp_comm_type="a2a", models=WIDE),
+    Layout("cp8 hierarchical", cp=8, cp_comm_type="a2a+p2p", hierarchical_cp=(4, 2), models=WIDE),
+    Layout("dp8 sharded", dp=8, distributed_optimizer=True, overlap=True, microbatches=2),
+    Layout("ep8", dp=8, ep=8, config=GROUPED, models=("moe wide",)),
+    Layout("ep4 etp2", dp=8, ep=4, etp=2, config=A2A, models=("moe wide",)),
+    Layout("tp2 sp ep4", tp=2, sp=True, dp=4, ep=4, config=GROUPED, models=("moe wide",)),
 )
 
 HIDDEN, HEADS, SEQ, MICRO_BATCH = 32, 4, 16, 2
@@ -212,13 +243,32 @@ MOE: dict[str, Any] = LLAMA | {
     "moe_aux_loss_coeff": 1e-2,
     "moe_router_load_balancing_type": "aux_loss",
 }
+# Queries with a latent and stretched frequencies; "mla moe" as DeepSeek-V2-Lite's: without both, one dense layer, then experts.
+MLA: dict[str, Any] = {name: value for name, value in LLAMA.items() if name != "num_query_groups"} | {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
 MODELS = {
     "gpt": Model({}, tied=True, position="learned_absolute"),
     "llama": Model(LLAMA, tied=False, position="rope"),
+    "gpt wide": Model({"num_attention_heads": 8}, tied=True, position="learned_absolute"),
+    "llama wide": Model(LLAMA | {"num_attention_heads": 16, "num_query_groups": 8, "kv_channels": 4}, tied=False, position="rope"),
     # norms of queries and keys: replicated weights that see sharded heads
     "norms": Model({"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "add_qkv_bias": True}, tied=True, position="rope"),
     "window": Model(LLAMA | {"window_size": (5, 0)}, tied=False, position="rope"),
     "moe": Model(MOE, tied=False, position="rope"),
+    "moe wide": Model(MOE | {"num_moe_experts": 8}, tied=False, position="rope"),
     "moe pattern": Model(MOE | {"moe_layer_freq": [0, 1, 1, 0], "moe_z_loss_coeff": 1e-3}, tied=True, position="rope"),
     # as DeepSeek's: sigmoid gates with a bias that has no gradient, chosen groups, a shared expert, balance by sequence
     "moe bias": Model(
@@ -234,6 +284,14 @@ MODELS = {
         },
         tied=False,
         position="rope",
+    ),
+    "mla": Model(MLA, tied=False, position="rope"),
+    "mla moe": Model(
+        {name: value for name, value in MOE.items() if name != "num_query_groups"}
+        | MLA
+        | {"q_lora_rank": None, "rope_type": "rope", "mscale_all_dim": 0.0, "moe_layer_freq": [0, 1]},
+        tied=True,
+        position="none",
     ),
 }
 

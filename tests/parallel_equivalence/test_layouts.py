@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.transformer.moe import token_dispatcher
 from tests.distributed import ranks
 from tests.parallel_equivalence import comparison, harness
-from tests.parallel_equivalence.comparison import assert_equals_one_process, bit_differences, coverage, reference, report, trained
+from tests.parallel_equivalence.comparison import assert_equals_one_process, bit_differences, coverage, largest, reference, report, trained
 from tests.parallel_equivalence.layouts import A2A, GPU_TOLERANCES, LAYOUTS, MODELS, TOLERANCES, Layout
 
 
@@ -222,6 +223,19 @@ def test_what_was_not_compared_is_found() -> None:
         del trace.activations[0, "layer 2"], trace.gradients["decoder.final_layernorm.weight", None, None], trace.losses[-1]
     found = " ".join(coverage(traces, expected, layout))
     assert "layer 2" in found and "gradients: " in found and "losses of some steps" in found and "norms" not in found
+
+
+def test_the_largest_differences() -> None:
+    layout = Layout("tp2", tp=2, models=("gpt",))
+    results = trained(layout, (torch.float32,))
+    found = largest(layout, results)[torch.float32]
+    assert set(found) == {*TOLERANCES[torch.float32], "trained weight"}
+    assert all(0 < found[kind] <= allowed for kind, allowed in TOLERANCES[torch.float32].items())
+    results[1]["gpt", torch.float32].norms[3] *= 1.5
+    assert largest(layout, results)[torch.float32]["gradient norm"] == pytest.approx(0.5, abs=1e-4)
+    results[0]["gpt", torch.float32].norms[2] = float("nan")
+    changed = largest(layout, results)[torch.float32]
+    assert math.isnan(changed.pop("gradient norm")) and changed == {kind: found[kind] for kind in changed}
 
 
 def test_other_bits_are_found() -> None:

@@ -2,6 +2,7 @@
 
 The command is the one that a user would type, on mock data; times are read from its --metrics-file. Printed: seconds from launch to the
 end of the first iteration, then medians of the last 10 of 20 iterations (ms, TFLOP/s per GPU, MFU, tokens per second) and peak memory.
+--breakdown adds two steps after those, profiled: their kernels by kind, against the floor. --profile FOLDER keeps the trace, for Perfetto.
 """
 
 import argparse
@@ -12,10 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from math import inf
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from breakdown import breakdown, table
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST = 10
+PROFILED = 2  # steps
 
 COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --no-create-attention-mask-in-dataloader --lr 1e-4 --lr-decay-style constant "
@@ -47,15 +54,45 @@ CONFIGURATIONS = {
         "--micro-batch-size 2 --global-batch-size 4 --vocab-size 255",
     ),
 }
+CONFIGURATIONS |= {
+    f"llama8L-fp8-{recipe}": ("pretrain_llama.py", f"{CONFIGURATIONS['llama8L'][1]} --fp8-format hybrid --fp8-recipe {recipe}")
+    for recipe in ("delayed", "tensorwise", "blockwise")
+}
+
+# shapes of whole models, for several GPUs
+CONFIGURATIONS |= {
+    "llama8B": ("pretrain_llama.py", f"{CONFIGURATIONS['llama8L'][1]} --num-layers 32 --global-batch-size 128"),
+    "mixtral8x7B": (
+        "pretrain_llama.py",
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+        "--kv-channels 128 --seq-length 4096 --max-position-embeddings 4096 --rotary-base 1000000 --micro-batch-size 1 "
+        "--global-batch-size 64 --vocab-size 31999 --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 2e-2 --moe-grouped-gemm "
+        "--moe-token-dispatcher-type alltoall --moe-permute-fusion",
+    ),
+}
 
 
-def run(name: str, iterations: int, processes: int, extra: list[str]) -> dict:
-    """Run it and return the numbers. The trainer's own output goes to ours."""
+class RunFailed(SystemExit):
+    """The trainer ended with an error, or did not end in time: says which, and ends a program that does not ask."""
+
+
+def run(
+    name: str, iterations: int, processes: int, extra: list[str], profile: Path | None = None, limit_s: float = inf, last: int = LAST
+) -> dict:
+    """Run it and return the numbers, medians of the `last` iterations. The trainer's own output goes to ours.
+
+    `profile`: a folder for the kernels of two steps more. `limit_s`: seconds after which it is ended. Raises RunFailed.
+    """
     script, flags = CONFIGURATIONS[name]
+    last_step = iterations
+    if profile is not None:
+        last_step += PROFILED
+        steps = f"--profile-step-start {iterations} --profile-step-end {last_step}"
+        extra = [*extra, *f"--profile --use-pytorch-profiler {steps} --tensorboard-dir".split(), str(profile)]
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(iterations)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(last_step)]
         command += ["--metrics-file", str(metrics), *extra]
         print("$ " + shlex.join(command), flush=True)
         started = time.time()
@@ -64,14 +101,17 @@ def run(name: str, iterations: int, processes: int, extra: list[str]) -> dict:
         while process.poll() is None:
             if first is None and metrics.exists() and metrics.stat().st_size:
                 first = time.time() - started
+            if time.time() - started > limit_s:
+                _end(process)
+                raise RunFailed(f"{name} was ended after {limit_s:.0f} s")
             time.sleep(0.05)
         if process.returncode:
-            sys.exit(f"{name} ended with code {process.returncode}")
+            raise RunFailed(f"{name} ended with code {process.returncode}")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    last = [row for row in rows if "elapsed_ms" in row][-LAST:]
+    measured = [row for row in rows if "elapsed_ms" in row and row["iteration"] <= iterations][-last:]
 
     def median(key: str) -> float | None:
-        values = [row[key] for row in last if row[key] is not None]
+        values = [row[key] for row in measured if row[key] is not None]
         return statistics.median(values) if values else None
 
     return {
@@ -79,9 +119,20 @@ def run(name: str, iterations: int, processes: int, extra: list[str]) -> dict:
         "processes": processes,
         "seconds_to_first_iteration": first,
         **{key: median(key) for key in ("elapsed_ms", "tflops", "mfu", "tokens_per_second")},
-        "peak_memory_gib": max(row["memory"] for row in last) / 2**30,
-        "last_loss": last[-1]["lm_loss"],
+        "peak_memory_gib": max(row["memory"] for row in measured) / 2**30,
+        "last_loss": measured[-1]["lm_loss"],
+        **({} if profile is None else {"kernels": breakdown(profile / "profile" / "kernels-rank-0.json")}),
     }
+
+
+def _end(launcher: subprocess.Popen) -> None:
+    """torchrun ends its processes when it is asked to end, and they hold GPUs: it gets time for it."""
+    launcher.terminate()
+    try:
+        launcher.wait(60)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
 
 
 def main() -> None:
@@ -90,12 +141,19 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", help="write the numbers to this file too")
+    parser.add_argument("--breakdown", action="store_true", help="profile two steps more, and print their kernels by kind")
+    parser.add_argument("--profile", metavar="FOLDER", help="the same, and keep the trace there")
     options, extra = parser.parse_known_args()
-    numbers = run(options.name, options.iterations, options.processes, extra)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.profile or scratch) if options.breakdown or options.profile else None
+        numbers = run(options.name, options.iterations, options.processes, extra, folder)
     if options.json:
         Path(options.json).write_text(json.dumps(numbers, indent=1))
+    kernels = numbers.pop("kernels", None)
     for key, value in numbers.items():
         print(f"{key:>28}: {value:,.3f}" if isinstance(value, float) else f"{key:>28}: {value}")
+    if kernels is not None:
+        print(table(kernels, options.name, numbers["elapsed_ms"]))
 
 
 if __name__ == "__main__":

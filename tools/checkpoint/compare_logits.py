@@ -8,7 +8,6 @@ rounded as well, so what is judged is the conversion, not the precision.
 
 import argparse
 import copy
-import json
 import os
 import re
 from dataclasses import dataclass, replace
@@ -17,17 +16,15 @@ from typing import Any
 
 import torch
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import leaves, map_leaves
-from megatron.core.export.conversion import HFModel
+from megatron.core.export.conversion import HFModel, dtype_of
 from megatron.core.export.hf_configs import ConversionError, Flags, flags_of_checkpoint
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.export.weights import Weights, arguments_in
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optional_imports import require
 from megatron.core.transformer.attention_masks import is_window_layer
 from megatron.core.transformer.moe.settings import moe_layer_pattern
-from megatron.training.arguments import apply_checkpoint_args, core_transformer_config_from_args
-from megatron.training.arguments import parse_args as parse_training_args
+from megatron.training.model_of_checkpoint import args_of_checkpoint, gpt_model
 
 TOLERANCE = 1e-4  # of the largest absolute difference over the largest value
 SMALLEST_SCALE = 1e-6  # below it, rounding is all there is
@@ -53,7 +50,7 @@ class Difference:
         return cls(where, float("inf") if largest != largest else largest, theirs.abs().max().item())
 
 
-def compare(hf_folder: Path, checkpoint: Path, tokens: torch.Tensor | None = None) -> list[Difference]:
+def compare(hf_folder: Path, checkpoint: Weights, tokens: torch.Tensor | None = None) -> list[Difference]:
     """By layer, and last of the logits. tokens [b, s]; default: 48 drawn ones. Needs transformers."""
     theirs = TheirLayers(hf_folder)
     ours = OurLayers(checkpoint, theirs.model.vocab)
@@ -118,7 +115,7 @@ class TheirLayers:
             config["max_window_layers"] = 0 if layer >= config.get("max_window_layers", 28) else 1
         if model.flags["num_experts"]:
             moe = moe_layer_pattern(model.flags["moe_layer_freq"], model.flags["num_layers"])[layer]
-            config |= {"decoder_sparse_step": 1, "mlp_only_layers": [] if moe else [0]}
+            config |= {"decoder_sparse_step": 1, "mlp_only_layers": [] if moe else [0], "first_k_dense_replace": int(not moe)}
         if not whole_vocabulary:
             config["vocab_size"] = SMALL_VOCAB
         config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
@@ -139,7 +136,7 @@ class TheirLayers:
                     found[there] = torch.zeros(vocab, *piece.shape[1:])
                     continue
                 tensor = self.model.read(name)
-                found[there] = (tensor if self.dtype is None else tensor.to(self.dtype)).float()
+                found[there] = (tensor if self.dtype is None else tensor.to(dtype_of(piece, self.dtype))).float()
         if layer > 0 and "transformer.wpe.weight" in found:  # GPT-2 adds positions to whatever goes in
             found["transformer.wpe.weight"] = torch.zeros_like(found["transformer.wpe.weight"])
         return found
@@ -148,17 +145,12 @@ class TheirLayers:
 class OurLayers:
     """The checkpoint's model as GPTModel, a layer at a time: a pipeline stage of one layer."""
 
-    def __init__(self, checkpoint: Path, vocab: int) -> None:
-        self.checkpoint, self.vocab = checkpoint, vocab
-        saved = vars(dist_checkpointing.load_common_state_dict(checkpoint)["args"])
+    def __init__(self, weights: Weights, vocab: int) -> None:
+        self.weights, self.vocab = weights, vocab
+        saved = arguments_in(weights)
         self.flags: Flags = flags_of_checkpoint(saved)
-        self.args = parse_training_args(argv=[])
-        apply_checkpoint_args(self.args, saved)
-        vars(self.args).update(hidden_dropout=0.0, attention_dropout=0.0, transformer_impl="local")
-        vars(self.args).update(use_cpu_initialization=True, perform_initialization=False)
-        self.args.bias_gelu_fusion = saved.get("bias_gelu_fusion", True)  # says which GELU it was
-        self.stored = dist_checkpointing.load_tensors_metadata(checkpoint)
-        embedding = self.stored["embedding.word_embeddings.weight"]
+        self.args = args_of_checkpoint(saved)
+        embedding = weights.tensors["embedding.word_embeddings.weight"]
         self.dtype, self.rows = embedding.dtype, embedding.global_shape[0]
 
     def run(self, layer: int, tokens: torch.Tensor, hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -182,22 +174,7 @@ class OurLayers:
         if not is_window_layer(flags["window_size"], flags["window_attn_skip_freq"], layer + 1):
             args.window_size = None
         args.window_attn_skip_freq = None
-        config = core_transformer_config_from_args(args)
-        model = GPTModel(
-            config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False),
-            self.rows,
-            flags["max_position_embeddings"],
-            pre_process=layer == 0,
-            post_process=last,
-            share_embeddings_and_output_weights=not flags["untie_embeddings_and_output_weights"],
-            position_embedding_type=flags["position_embedding_type"],
-            rotary_percent=flags["rotary_percent"],
-            rotary_base=flags["rotary_base"],
-            rope_scaling=flags["use_rope_scaling"],
-            rope_scaling_factor=flags["rope_scaling_factor"],
-            seq_len_interpolation_factor=flags["rotary_seq_len_interpolation_factor"],
-        ).eval()
+        model = gpt_model(args, self.rows, pre_process=layer == 0, post_process=last)
         self._load(model, layer)
         return model
 
@@ -223,6 +200,4 @@ class OurLayers:
                 axis_fragmentations=None,
             )
 
-        shards = map_leaves(of_that_layer, model.sharded_state_dict())
-        assert all(shard.key in self.stored for shard in leaves(shards)), json.dumps(sorted(shard.key for shard in leaves(shards)))
-        dist_checkpointing.load(shards, self.checkpoint)
+        self.weights.load(leaves(map_leaves(of_that_layer, model.sharded_state_dict())))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.context_parallel.all_to_all import Attend, all_to_all_attention
 from megatron.core.context_parallel.block_attention import choose_kernel
@@ -92,6 +93,13 @@ def _features(mask: Mask, packed: bool, attention_mask: bool) -> list[str]:
     return [feature for feature, wanted in asked.items() if wanted]
 
 
+def _of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors whose last dimensions differ, filled with zeros to the widest: messages and kernels have one width. Zeros add nothing to
+    scores, and make columns of the output that are cut off."""
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    return [tensor if tensor.shape[-1] == widest else F.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in tensors]
+
+
 @dataclass
 class ContextParallelAttention:
     """Attention over sequences that the ranks of `groups.cp` share. Gives what one rank with the whole sequence does."""
@@ -117,7 +125,7 @@ class ContextParallelAttention:
         attention_mask: torch.Tensor | None,
         alone: Attend,
     ) -> torch.Tensor:
-        """query [s / cp, b, heads, d], key and value [s / cp, b, groups, d] -> like query.
+        """query [s / cp, b, heads, d], key and value [s / cp, b, groups, d] -> like query, with the width of the values.
 
         documents: of a packed batch, with their whole lengths. attention_mask: [1 or b, 1, this rank's queries, all keys].
         alone(query, key, value, attention mask) is one rank's attention over whole sequences. Raises ValueError for what the kind does
@@ -135,7 +143,10 @@ class ContextParallelAttention:
             raise ValueError(f"packed sequences of {held} tokens, but the ranks hold {self.size} x {len(query)}: cu_seqlens count all")
         self._check_mask(attention_mask, len(query), sequence)
         geometry = Geometry(documents, self.rank, self.size, mask, attention_mask)
-        return self.attention(query, key, value, _Request(geometry, self.scale, choose_kernel(self.backend, query, key), alone))
+        width = value.shape[-1]
+        query, key, value = _of_one_width(query, key, value)
+        out = self.attention(query, key, value, _Request(geometry, self.scale, choose_kernel(self.backend, query, key), alone))
+        return out[..., :width]
 
     def _check_mask(self, attention_mask: torch.Tensor | None, queries: int, keys: int) -> None:
         if attention_mask is not None and tuple(attention_mask.shape[-2:]) != (queries, keys):

@@ -22,6 +22,7 @@ _USED = (
 )
 # Read by nobody, and rightly: the same is computed whatever they are.
 ANY_VALUE = (
+    "fp8_param_gather",  # parameters are gathered in their own dtype, and each rank quantizes them
     "align_param_gather",  # every stage gathers as it needs to
     "gradient_reduce_div_fusion",  # a bucket is divided in one pass before its reduction, or by the collective
 )

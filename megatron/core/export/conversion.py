@@ -1,14 +1,12 @@
-"""Weights from a Hugging Face folder into a torch_dist checkpoint and back, a layer at a time, by the table in hf_families.py.
+"""Weights from a Hugging Face folder into a checkpoint and back, a layer at a time, by the table in hf_families.py.
 
 Neither direction has more in memory than the tensors that make up one of ours (reading a checkpoint: one layer).
 """
 
-import argparse
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from megatron.core.export.hf_configs import ConversionError, Flags
 from megatron.core.export.hf_families import FAMILIES, Family, Piece, family_of_config, family_of_flags, pieces, sizes_of
 from megatron.core.export.joins import Sizes
 from megatron.core.export.safetensors_files import SafetensorsFolder, SafetensorsWriter, one_dtype
+from megatron.core.export.weights import AnySlab, Slab, Weights, arguments_in, listed, read, together
 from megatron.core.tokenizers.build import vocab_size_with_padding
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 
@@ -38,8 +37,6 @@ COMPANIONS = (
     "*.tiktoken",
 )
 LARGEST_FILE = 5 * 10**9  # bytes, as transformers divides
-MOST_LISTED = 8
-_NO_MODEL = ("optimizer.", "chained_", "rng_state")  # keys of a checkpoint that are no weights begin like this
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -64,12 +61,6 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def _listed(items: Iterable[str]) -> str:
-    items = sorted(items)
-    more = f"\n  and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""
-    return "".join(f"\n  {item}" for item in items[:MOST_LISTED]) + more
-
-
 # --- Hugging Face -> checkpoint ---
 
 
@@ -77,7 +68,8 @@ class HFModel:
     """A folder's model: its family, flags, sizes, and the tensors that the table says it must have.
 
     untie: a tied model's head becomes a tensor of its own, a copy of its embedding. Raises ConversionError for a family or a setting that
-    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table.
+    is not converted, and for tensors that are missing, of another shape than config.json says, or unknown to the table. left_out: names of
+    tensors that are known and have no place in our model.
     """
 
     def __init__(self, folder: str | os.PathLike[str], untie: bool = False) -> None:
@@ -108,29 +100,41 @@ class HFModel:
     def read(self, name: str) -> torch.Tensor:
         return self.files.read(self.find(name))
 
+    def read_piece(self, piece: Piece) -> torch.Tensor:
+        """One of our tensors."""
+        return piece.join.to_core([self.read(name) for name in piece.names], self.sizes)
+
     def dtype(self) -> torch.dtype:
         """Of the weights, the one of most precision where they differ."""
-        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces for name in piece.names)
+        return one_dtype(self.files.dtype(self.find(name)) for piece in self.pieces if not piece.fp32 for name in piece.names)
 
     def _check_tensors(self) -> None:
         wanted = {self.find(name): shape for piece in self.pieces for name, shape in hf_shapes(piece, self.sizes).items()}
         there = set(self.files.file_of)
         if missing := wanted.keys() - there:
             hint = "; if the head is the embedding, config.json must say tie_word_embeddings" if "lm_head.weight" in missing else ""
-            raise ConversionError(f"{self.folder} lacks tensors of a {self.family.model_type} model{hint}:{_listed(missing)}")
+            raise ConversionError(f"{self.folder} lacks tensors of a {self.family.model_type} model{hint}:{listed(missing)}")
         wrong = [
             f"{name} is {list(self.files.shape(name))}, {CONFIG} says {list(shape)}"
             for name, shape in wanted.items()
             if self.files.shape(name) != shape
         ]
         if wrong:
-            raise ConversionError(f"{self.folder} has tensors of another shape:{_listed(wrong)}")
-        unknown = {name for name in there - wanted.keys() if not name.endswith(self.family.ignored)}
+            raise ConversionError(f"{self.folder} has tensors of another shape:{listed(wrong)}")
+        self.left_out = self._of_later_layers(there - wanted.keys())
+        unknown = {name for name in there - wanted.keys() - self.left_out if not name.endswith(self.family.ignored)}
         if "lm_head.weight" in unknown and self.head_is_embedding:
             self._check_tied_head()
             unknown.remove("lm_head.weight")
         if unknown:
-            raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model of ours does not:{_listed(unknown)}")
+            raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model of ours does not:{listed(unknown)}")
+
+    def _of_later_layers(self, names: set[str]) -> set[str]:
+        """Of DeepSeek-V3's layers behind its last, which predict tokens further ahead and which transformers leaves out too."""
+        if not self.config.get("num_nextn_predict_layers"):
+            return set()
+        layers = range(self.flags["num_layers"], self.flags["num_layers"] + self.config["num_nextn_predict_layers"])
+        return {name for name in names if any(name.startswith(self.family.layers_at.format(l=layer)) for layer in layers)}
 
     def _check_tied_head(self) -> None:
         if not torch.equal(self.files.read("lm_head.weight"), self.read("lm_head.weight")):
@@ -146,13 +150,17 @@ def hf_shapes(piece: Piece, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     return {name: tuple(part.shape) for name, part in zip(piece.names, parts, strict=True)}
 
 
+def dtype_of(piece: Piece, weights: torch.dtype) -> torch.dtype:
+    return torch.float32 if piece.fp32 else weights
+
+
 class _UnreadTensor(ShardedTensor):
     """A ShardedTensor whose data is read when it is asked for, each time, and not kept."""
 
-    def __init__(self, piece: Piece, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, slab: Slab, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> None:
         self._read: Callable[[], torch.Tensor] | None = None
-        offset = (*piece.offset, *(0,) * len(piece.shape))
-        super().__init__(piece.key, None, dtype, piece.shape, piece.global_shape, offset, None, prepend_axis_num=len(piece.offset))
+        offset = (*slab.offset, *(0,) * len(slab.shape))
+        super().__init__(slab.key, None, dtype, slab.shape, slab.global_shape, offset, None, prepend_axis_num=len(slab.offset))
         self._read = read
 
     @property  # type: ignore[misc]
@@ -164,44 +172,36 @@ class _UnreadTensor(ShardedTensor):
         assert value is None, "the data of a tensor that is converted comes from its file"
 
 
-def write_checkpoint(model: HFModel, folder: Path, args: argparse.Namespace, dtype: torch.dtype) -> None:
-    """`model` as a torch_dist checkpoint in the empty folder; `args` is stored as the arguments of a training would be."""
+def write_torch_dist(
+    folder: Path,
+    contents: Mapping[str, Any],
+    slabs: Iterable[AnySlab],
+    read_slab: Callable[[AnySlab], torch.Tensor],
+    dtype_of: Callable[[str], torch.dtype],
+) -> None:
+    """A torch_dist checkpoint in the empty folder: `contents` and the slabs, of the type that `dtype_of` has for their key."""
 
-    def reader(piece: Piece) -> Callable[[], torch.Tensor]:
-        def read() -> torch.Tensor:
-            return piece.join.to_core([model.read(name) for name in piece.names], model.sizes).to(dtype).contiguous()
+    def reader(slab: AnySlab) -> Callable[[], torch.Tensor]:
+        return lambda: read_slab(slab).to(dtype_of(slab.key)).contiguous()
 
-        return read
-
-    contents: dict[str, Any] = {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "num_floating_point_operations_so_far": 0,
-        "model": {str(number): _UnreadTensor(piece, dtype, reader(piece)) for number, piece in enumerate(model.pieces)},
-    }
-    dist_checkpointing.save(contents, folder, content_metadata=CONTENT_METADATA)
+    model = {str(number): _UnreadTensor(slab, dtype_of(slab.key), reader(slab)) for number, slab in enumerate(slabs)}
+    dist_checkpointing.save({**contents, "model": model}, folder, content_metadata=CONTENT_METADATA)
 
 
 # --- checkpoint -> Hugging Face ---
 
 
 class CoreModel:
-    """The model in a torch_dist checkpoint: its flags, and what config.json and tensors it makes.
+    """The model in a checkpoint: its flags, and what config.json and tensors it makes.
 
     source_config: the config.json that it was made from, if it was; what that says beside the model (token ids) is kept.
     vocab: rows of the embedding that are tokens, where neither that nor the checkpoint says. Raises ConversionError.
     """
 
-    def __init__(self, folder: Path, source_config: Mapping[str, Any] | None = None, vocab: int | None = None) -> None:
-        self.folder = folder
-        common = dist_checkpointing.load_common_state_dict(folder)
-        if not isinstance(common.get("args"), argparse.Namespace):
-            raise ConversionError(f"{folder} was saved without its arguments (`args`): they give the model's shape")
-        self.saved = vars(common["args"])
+    def __init__(self, weights: Weights, source_config: Mapping[str, Any] | None = None, vocab: int | None = None) -> None:
+        self.weights, self.folder, self.stored = weights, weights.folder, weights.tensors
+        self.saved = arguments_in(weights)
         self.flags = hf_configs.flags_of_checkpoint(self.saved)
-        stored = dist_checkpointing.load_tensors_metadata(folder)
-        self.stored = {key: tensor for key, tensor in stored.items() if not key.startswith(_NO_MODEL)}
         self.family, self.config = self._config(source_config, vocab)
         embedding = self.stored.get("embedding.word_embeddings.weight")
         rows = embedding.global_shape[0] if embedding is not None else 0
@@ -209,7 +209,7 @@ class CoreModel:
         self.pieces = list(pieces(self.family, self.flags, self.sizes))
         self._check_tensors()
         if rows < self.sizes.vocab:
-            raise ConversionError(f"{folder}: the embedding has {rows} rows, fewer than the vocabulary of {self.sizes.vocab}")
+            raise ConversionError(f"{self.folder}: the embedding has {rows} rows, fewer than the vocabulary of {self.sizes.vocab}")
 
     def _config(self, source: Mapping[str, Any] | None, vocab: int | None) -> tuple[Family, dict[str, Any]]:
         if source is not None and source.get("model_type") in FAMILIES:
@@ -223,62 +223,56 @@ class CoreModel:
         return family, {**config, **{name: source[name] for name in kept if source is not None and name in source}}
 
     def _vocab(self) -> int:
-        size = self.saved.get("vocab_size")
+        size = vocabulary(self.saved)
         if size is None:
             raise ConversionError(
                 f"{self.folder} does not say how many rows of its embedding are tokens and how many are padding: "
                 "give --true-vocab-size with the tokenizer's number of ids"
             )
-        if self.saved.get("tokenizer_type") == "NullTokenizer":
-            pad = self.saved.get("null_tokenizer_pad_id")
-            return NullTokenizer(size, self.saved.get("null_tokenizer_eod_id"), -1 if pad is None else pad).vocab_size
-        return int(size) + int(self.saved.get("vocab_extra_ids") or 0)
+        return size
 
     def _check_tensors(self) -> None:
         wanted = {piece.key: piece.global_shape for piece in self.pieces}
         if missing := wanted.keys() - self.stored.keys():
-            raise ConversionError(f"{self.folder} lacks tensors of a {self.family.model_type} model:{_listed(missing)}")
+            raise ConversionError(f"{self.folder} lacks tensors of a {self.family.model_type} model:{listed(missing)}")
         wrong = [
             f"{key} is {list(self.stored[key].global_shape)}, its arguments say {list(shape)}"
             for key, shape in wanted.items()
             if self.stored[key].global_shape != shape
         ]
         if wrong:
-            raise ConversionError(f"{self.folder} has tensors of another shape:{_listed(wrong)}")
+            raise ConversionError(f"{self.folder} has tensors of another shape:{listed(wrong)}")
         if unknown := self.stored.keys() - wanted.keys():
-            raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model does not:{_listed(unknown)}")
+            raise ConversionError(f"{self.folder} has tensors that a {self.family.model_type} model does not:{listed(unknown)}")
 
     def dtype(self) -> torch.dtype:
-        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces)
+        return one_dtype(self.stored[piece.key].dtype for piece in self.pieces if not piece.fp32)
 
-    def read(self, wanted: list[Piece]) -> list[torch.Tensor]:
-        """The pieces' data, as stored."""
-        whole = [torch.empty(piece.shape, dtype=self.stored[piece.key].dtype) for piece in wanted]
-        shards: dict[str, Any] = {}
-        for number, (piece, tensor) in enumerate(zip(wanted, whole, strict=True)):
-            offset = (*piece.offset, *(0,) * len(piece.shape))
-            shards[str(number)] = ShardedTensor(
-                piece.key, tensor, tensor.dtype, piece.shape, piece.global_shape, offset, None, prepend_axis_num=len(piece.offset)
-            )
-        dist_checkpointing.load(shards, self.folder)
-        return whole
+
+def vocabulary(saved: Mapping[str, Any]) -> int | None:
+    """The tokenizer's number of ids by a checkpoint's arguments, None where they do not say."""
+    size = saved.get("vocab_size")
+    if size is None:
+        return None
+    if saved.get("tokenizer_type") == "NullTokenizer":
+        pad = saved.get("null_tokenizer_pad_id")
+        return NullTokenizer(size, saved.get("null_tokenizer_eod_id"), -1 if pad is None else pad).vocab_size
+    return int(size) + int(saved.get("vocab_extra_ids") or 0)
 
 
 def _write_pieces(model: CoreModel, wanted: list[Piece], writer: SafetensorsWriter) -> None:
     """A function of its own, so that nothing of these tensors is left when the next are read."""
-    for piece, tensor in zip(wanted, model.read(wanted), strict=True):
+    for piece, tensor in zip(wanted, read(model.weights, wanted), strict=True):
         for name, part in zip(piece.names, piece.join.to_hf(tensor, model.sizes), strict=True):
-            writer.write(name, part.to(writer.dtype))
+            writer.write(name, part.to(writer.dtype_of(name)))
 
 
 def write_hf(model: CoreModel, folder: Path, dtype: torch.dtype, largest_file: int = LARGEST_FILE) -> None:
     """`model` as safetensors and config.json in the empty folder."""
-    shapes = {name: shape for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
-    with SafetensorsWriter(folder, shapes, dtype, largest_file) as writer:
-        for layer, group in groupby(model.pieces, key=lambda piece: piece.layer):
-            together = list(group)
-            for batch in [together] if layer is not None else [[piece] for piece in together]:
-                _write_pieces(model, batch, writer)
+    announced = {name: (shape, dtype_of(piece, dtype)) for piece in model.pieces for name, shape in hf_shapes(piece, model.sizes).items()}
+    with SafetensorsWriter(folder, announced, largest_file) as writer:
+        for batch in together(model.pieces):
+            _write_pieces(model, batch, writer)
     config = {**model.config, "dtype" if "dtype" in model.config else "torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 

@@ -26,6 +26,7 @@ PLAIN: Flags = {
     "add_qkv_bias": False,
     "apply_residual_connection_post_layernorm": False,
     "group_query_attention": False,
+    "kv_lora_rank": 32,
     "layernorm_epsilon": 1e-5,
     "layernorm_zero_centered_gamma": False,
     "moe_ffn_hidden_size": None,
@@ -39,6 +40,8 @@ PLAIN: Flags = {
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
     "moe_shared_expert_intermediate_size": None,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "normalization": "LayerNorm",
@@ -46,22 +49,30 @@ PLAIN: Flags = {
     "num_query_groups": 1,
     "openai_gelu": False,
     "position_embedding_type": "learned_absolute",
+    "q_lora_rank": None,
+    "qk_head_dim": 128,
     "qk_layernorm": False,
+    "qk_pos_emb_head_dim": 64,
     "quick_geglu": False,
     "rope_scaling_factor": 8.0,
+    "rope_type": None,
     "rotary_base": 10000,
     "rotary_interleaved": False,
     "rotary_percent": 1.0,
+    "rotary_scaling_factor": 1.0,
     "rotary_seq_len_interpolation_factor": None,
     "squared_relu": False,
     "swiglu": False,
     "untie_embeddings_and_output_weights": False,
     "use_rope_scaling": False,
+    "v_head_dim": 128,
     "window_attn_skip_freq": None,
     "window_size": None,
 }
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings")
 _EXPERTS_ALONE = tuple(name for name in PLAIN if name.startswith("moe_"))
+_LATENTS_ALONE = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_YARN_ALONE = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 _ROPE_ALONE = tuple(name for name in PLAIN if name.startswith(("rotary_", "rope_")) or name == "use_rope_scaling")
 
 
@@ -93,8 +104,13 @@ def normalized(flags: Flags) -> Flags:
         flags["moe_layer_freq"] = 1 if flags["moe_layer_freq"] == 1 else pattern
         if all(pattern):  # no layer reads it
             flags["ffn_hidden_size"] = flags["moe_ffn_hidden_size"]
-    if flags["position_embedding_type"] != "rope":
-        flags |= {name: PLAIN[name] for name in _ROPE_ALONE}
+        flags |= _normalized_gate(flags)
+    if flags["multi_latent_attention"]:
+        flags |= _normalized_latents(flags)
+    else:
+        flags |= {name: PLAIN[name] for name in (*_LATENTS_ALONE, *_YARN_ALONE, "rope_type")}
+        if flags["position_embedding_type"] != "rope":
+            flags |= {name: PLAIN[name] for name in _ROPE_ALONE}
     if not flags["use_rope_scaling"]:
         flags["rope_scaling_factor"] = PLAIN["rope_scaling_factor"]
     if not flags["group_query_attention"] or flags["num_query_groups"] == flags["num_attention_heads"]:
@@ -104,6 +120,29 @@ def normalized(flags: Flags) -> Flags:
     if flags["window_size"] is None or (isinstance(flags["window_attn_skip_freq"], list) and all(flags["window_attn_skip_freq"])):
         flags["window_attn_skip_freq"] = None
     return flags
+
+
+def _normalized_gate(flags: Flags) -> Flags:
+    """Another spelling of a gate's flags: nothing reads pre-softmax beside another function, all groups are none, 1 scales nothing."""
+    all_groups = flags["moe_router_num_groups"] == flags["moe_router_group_topk"]
+    return {
+        "moe_router_pre_softmax": flags["moe_router_pre_softmax"] and flags["moe_router_score_function"] == "softmax",
+        "moe_router_num_groups": None if all_groups else flags["moe_router_num_groups"],
+        "moe_router_group_topk": None if all_groups else flags["moe_router_group_topk"],
+        "moe_router_topk_scaling_factor": None
+        if flags["moe_router_topk_scaling_factor"] == 1.0
+        else flags["moe_router_topk_scaling_factor"],
+    }
+
+
+def _normalized_latents(flags: Flags) -> Flags:
+    """Latent attention has rotary positions whether asked for or not, and no kv_channels; yarn that stretches by 1 is rope."""
+    rope = flags["rope_type"] == "rope" or flags["rotary_scaling_factor"] == 1.0
+    return {
+        "position_embedding_type": "rope" if flags["position_embedding_type"] == "none" else flags["position_embedding_type"],
+        "kv_channels": flags["qk_head_dim"],
+        **({"rope_type": "rope"} | {name: PLAIN[name] for name in _YARN_ALONE} if rope else {"rope_type": "yarn"}),
+    }
 
 
 def exact_gelu(flags: Flags) -> bool:
@@ -137,21 +176,31 @@ def _refuse_unless(config: Mapping[str, Any], why: str = "our model does not hav
 # --- rotary positions ---
 
 
-def _rope_flags(config: Mapping[str, Any], default_base: int) -> Flags:
-    """Both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
+def rope_of(config: Mapping[str, Any], default_base: int) -> tuple[dict[str, Any], int, str]:
+    """(everything that is said of rotary positions, base, kind of scaling), from both spellings: `rope_parameters`, and the older
+    `rope_theta` with `rope_scaling`."""
     rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
     rope |= {name: value for name, value in (config.get("rope_parameters") or {}).items() if value is not None}
     base, kind = rope["rope_theta"] or default_base, rope.get("rope_type", rope.get("type", "default"))
     if base != int(base):
         raise ConversionError(f"config.json: rope_theta {base} is not converted: --rotary-base is a whole number")
     _refuse_unless({"partial_rotary_factor": config.get("partial_rotary_factor"), **rope}, partial_rotary_factor=1.0)
-    flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base)}
-    if kind == "default":
-        return flags
+    return rope, int(base), kind
+
+
+def rope_factor(rope: Mapping[str, Any], kind: str) -> float:
     factor = rope.get("factor")
     if not isinstance(factor, int | float) or factor < 1:
         raise ConversionError(f"config.json: rope scaling {kind!r} has factor {factor!r}, it must be a number of at least 1")
-    factor = float(factor)
+    return float(factor)
+
+
+def _rope_flags(config: Mapping[str, Any], default_base: int) -> Flags:
+    rope, base, kind = rope_of(config, default_base)
+    flags: Flags = {"position_embedding_type": "rope", "rotary_base": base}
+    if kind == "default":
+        return flags
+    factor = rope_factor(rope, kind)
     if kind == "linear" and factor == int(factor):
         return flags | {"rotary_seq_len_interpolation_factor": int(factor)}
     if kind != "llama3":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.export import hf_configs
+from megatron.core.export import hf_configs, hf_deepseek
 from megatron.core.export.hf_configs import ConfigReader, ConversionError, Flags
 from megatron.core.export.joins import COPY, FUSED_QKV, GATE_UP, QKV, TRANSPOSED, VOCABULARY, Join, Sizes
 from megatron.core.transformer.moe.settings import moe_layer_pattern
@@ -19,13 +19,14 @@ from megatron.core.transformer.moe.settings import moe_layer_pattern
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors. `only`: the condition (see _holds) under which a model has it."""
+    """One of our tensors. `only`: the condition (see _holds) under which a model has it; `fp32`: it is so whatever the weights are."""
 
     key: str
     names: tuple[str, ...]
     join: Join
     shape: tuple[str, ...]
     only: str = ""
+    fp32: bool = False
 
 
 # Ours, theirs, how, our shape.
@@ -60,6 +61,31 @@ LLAMA_ENDS = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY, ("padded_vocab", "hidden")),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), COPY, ("hidden",)),
     Rule("output_layer.weight", ("lm_head.weight",), VOCABULARY, ("padded_vocab", "hidden"), "untied"),
+)
+
+
+# Rows are theirs, head by head and latent before positions, so that nothing moves.
+LATENT_ATTENTION = (
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), COPY, ("hidden",)),
+    Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), COPY, ("latent_queries", "hidden"), "q_whole"),
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",), COPY, ("q_rank", "hidden"), "q_latent"),
+    Rule("self_attention.linear_q_up_proj.layer_norm_weight", ("self_attn.q_a_layernorm.weight",), COPY, ("q_rank",), "q_latent"),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), COPY, ("latent_queries", "q_rank"), "q_latent"),
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",), COPY, ("latent", "hidden")),
+    Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",), COPY, ("kv_rank",)),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), COPY, ("keys_and_values", "kv_rank")),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), COPY, ("hidden", "values")),
+)
+DEEPSEEK_EXPERTS = (
+    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), COPY, ("experts",), "expert_bias", fp32=True),
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        GATE_UP,
+        ("shared_gate_up", "hidden"),
+        "moe",
+    ),
+    Rule("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_experts.down_proj.weight",), COPY, ("hidden", "shared_ffn"), "moe"),
 )
 
 
@@ -129,6 +155,7 @@ class Family:
 _DENSE = LLAMA_ATTENTION + LLAMA_MLP
 _MIXTRAL = LLAMA_ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2")
 _QWEN_MOE = _DENSE + _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_DEEPSEEK = LATENT_ATTENTION + LLAMA_MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + DEEPSEEK_EXPERTS
 # Of checkpoints that several families would describe the first one is taken.
 FAMILIES = {
     family.model_type: family
@@ -150,6 +177,22 @@ FAMILIES = {
         Family("qwen3", "Qwen3ForCausalLM", hf_configs.qwen3_flags, hf_configs.qwen3_config, _DENSE, LLAMA_ENDS),
         Family("mixtral", "MixtralForCausalLM", hf_configs.mixtral_flags, hf_configs.mixtral_config, _MIXTRAL, LLAMA_ENDS),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", hf_configs.qwen3_moe_flags, hf_configs.qwen3_moe_config, _QWEN_MOE, LLAMA_ENDS),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            hf_deepseek.deepseek_v2_flags,
+            hf_deepseek.deepseek_v2_config,
+            _DEEPSEEK,
+            LLAMA_ENDS,
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            hf_deepseek.deepseek_v3_flags,
+            hf_deepseek.deepseek_v3_config,
+            _DEEPSEEK,
+            LLAMA_ENDS,
+        ),
     )
 }
 
@@ -196,12 +239,19 @@ def sizes_of(flags: Flags, vocab: int, padded_vocab: int) -> Sizes:
         positions=flags["max_position_embeddings"],
         experts=flags["num_experts"] or 0,
         expert_ffn=flags["moe_ffn_hidden_size"] or 0,
+        shared_ffn=flags["moe_shared_expert_intermediate_size"] or 0,
+        q_rank=flags["q_lora_rank"] or 0,
+        kv_rank=flags["kv_lora_rank"],
+        fixed=flags["qk_head_dim"],
+        turning=flags["qk_pos_emb_head_dim"],
+        value=flags["v_head_dim"],
     )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One of our tensors, or of a stack of them one layer's, or one expert's: what is in memory at a time.
+    """One of our tensors, or of a stack of them one layer's, or one expert's: what is in memory at a time. fp32: its type, whatever the
+    weights'.
 
     key, global_shape: in the checkpoint; offset: this piece's place along the leading dimensions that `shape` lacks.
     """
@@ -213,6 +263,7 @@ class Piece:
     names: tuple[str, ...]
     join: Join
     layer: int | None
+    fp32: bool = False
 
 
 def pieces(family: Family, flags: Flags, sizes: Sizes) -> Iterator[Piece]:
@@ -243,7 +294,7 @@ def _layer_pieces(rule: Rule, at: str, layer: int, stacked: int, sizes: Sizes) -
     for expert in range(sizes.experts if of_experts else 1):
         offset = (*((layer,) if stacked else ()), *((expert,) if of_experts else ()))
         names = tuple(at + name.format(e=expert) for name in rule.names)
-        yield Piece(key, shape, whole, offset, names, rule.join, layer)
+        yield Piece(key, shape, whole, offset, names, rule.join, layer, rule.fp32)
 
 
 def _holds(condition: str, flags: Flags, moe: bool) -> bool:
@@ -255,5 +306,8 @@ def _holds(condition: str, flags: Flags, moe: bool) -> bool:
         "bias": bool(flags["add_bias_linear"]) and not moe,
         "qkv_bias": bool(flags["add_bias_linear"] or flags["add_qkv_bias"]),
         "qk_norm": bool(flags["qk_layernorm"]),
+        "q_whole": flags["q_lora_rank"] is None,
+        "q_latent": flags["q_lora_rank"] is not None,
+        "expert_bias": moe and bool(flags["moe_router_enable_expert_bias"]),
         "untied": bool(flags["untie_embeddings_and_output_weights"]),
     }[condition]

@@ -25,6 +25,13 @@ class Sizes:
     positions: int
     experts: int
     expert_ffn: int
+    shared_ffn: int = 0
+    # of multi-latent attention
+    q_rank: int = 0
+    kv_rank: int = 0
+    fixed: int = 0  # channels without positions
+    turning: int = 0  # channels with positions
+    value: int = 0
 
     def of(self, name: str) -> int:
         """The length of a dimension by the name that the table has for it."""
@@ -33,6 +40,11 @@ class Sizes:
             "qkv": (self.heads + 2 * self.groups) * self.head,
             "gate_up": 2 * self.ffn,
             "expert_gate_up": 2 * self.expert_ffn,
+            "shared_gate_up": 2 * self.shared_ffn,
+            "latent_queries": self.heads * (self.fixed + self.turning),
+            "latent": self.kv_rank + self.turning,
+            "keys_and_values": self.heads * (self.fixed + self.value),
+            "values": self.heads * self.value,
         }
         return derived[name] if name in derived else int(getattr(self, name))
 

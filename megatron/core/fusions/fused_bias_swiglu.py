@@ -56,6 +56,27 @@ def weighted_bias_swiglu_impl(
     return (out * weights.reshape(*x.shape[:-1], 1)).to(out.dtype)
 
 
+class SwiGLUActivation:
+    """SwiGLU for tensor_parallel.activated_linear, where Triton's kernels run."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return bias_swiglu_impl(x, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., 2n] -> [.., n]."""
+        from megatron.core.fusions.kernels import swiglu as kernels
+
+        return kernels.forward(kernels.rows_of(x)).view(*x.shape[:-1], -1)
+
+    def backward(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """grad [.., n] of the output -> (gradient of x [.., 2n], the output [.., n])."""
+        from megatron.core.fusions.kernels import swiglu as kernels
+
+        grad_x, _, out = kernels.backward(kernels.rows_of(x), kernels.rows_of(grad), with_out=True)
+        assert out is not None
+        return grad_x.view(x.shape), out.view(grad.shape)
+
+
 def bias_swiglu_plain(input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The plain twin of bias_swiglu_impl."""
     gate, up = (input if bias is None else input + bias).chunk(2, dim=-1)

@@ -11,7 +11,7 @@ from megatron.core.fusions.kernels import kernels_run_on
 
 
 class _Rotate(torch.autograd.Function):
-    """Keeps cosines and sines alone: the gradient is turned back by the same angles."""
+    """Keeps cosines and sines alone, each times the same factor: the gradient is turned back by the same angles, and multiplied."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -53,16 +53,25 @@ def _turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
     return out
 
 
-def fused_apply_rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def fused_apply_rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool, mscale: float = 1.0) -> torch.Tensor:
     """t [s, b, heads, d], freqs [s, 1, 1, width <= d] in radians, each angle twice as RotaryEmbedding makes them -> like t.
 
     t may be [s, b, groups, heads of one, d], as queries lie in a packed projection -> [s, b, heads, d] without a copy in between.
+    mscale: the channels that turn are multiplied by it.
     """
-    angles = _pairs(freqs, interleaved)[0]
-    return _Rotate.apply(t, angles.cos().to(t.dtype).contiguous(), angles.sin().to(t.dtype).contiguous(), interleaved)
+    cos, sin = (part.contiguous() for part in _cos_sin(_pairs(freqs, interleaved)[0], t.dtype, mscale))
+    return _Rotate.apply(t, cos, sin, interleaved)
 
 
-def apply_rotary_plain(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _cos_sin(angles: torch.Tensor, dtype: torch.dtype, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Times mscale, which is rounded with them, once."""
+    cos, sin = angles.cos(), angles.sin()
+    if mscale != 1.0:
+        cos, sin = cos * mscale, sin * mscale
+    return cos.to(dtype), sin.to(dtype)
+
+
+def apply_rotary_plain(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool, mscale: float = 1.0) -> torch.Tensor:
     """The plain twin of fused_apply_rotary."""
     width = freqs.shape[-1]
     turned, kept = t[..., :width], t[..., width:]
@@ -71,5 +80,6 @@ def apply_rotary_plain(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) 
         rotated = torch.stack((-second, first), dim=-1).flatten(-2)
     else:
         rotated = torch.cat((-second, first), dim=-1)
-    turned = turned * freqs.cos().to(t.dtype) + rotated * freqs.sin().to(t.dtype)
+    cos, sin = _cos_sin(freqs, t.dtype, mscale)
+    turned = turned * cos + rotated * sin
     return torch.cat((turned, kept), dim=-1)

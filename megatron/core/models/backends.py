@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.tensor_parallel.duplicated_linear import DuplicatedLinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import GroupedLinear
@@ -10,6 +11,9 @@ from megatron.core.transformer.moe.experts import GroupedLinear
 
 class BackendSpecProvider(Protocol):
     """Each method returns a class (or spec) that takes the arguments of our own class of that kind."""
+
+    def linear(self) -> Any:
+        """A linear that is not split: every tensor-parallel rank holds the whole weight."""
 
     def column_parallel_linear(self) -> Any: ...
 
@@ -33,6 +37,9 @@ class BackendSpecProvider(Protocol):
 
 class LocalSpecProvider:
     """torch's own kernels."""
+
+    def linear(self) -> Any:
+        return DuplicatedLinear
 
     def column_parallel_linear(self) -> Any:
         return ColumnParallelLinear

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.fp8.model import Fp8Steps
 from megatron.core.optimizer.clip_grads import NormGroups, NormPlan, clip_coefficient
 from megatron.core.optimizer.fused_optimizers import FusedOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
@@ -79,6 +80,7 @@ class MegatronOptimizer:
         self._nonfinite_counts = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
         self._nonfinite_reported = [0] * len(self.params)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
+        self.fp8 = Fp8Steps.of(self.model_chunks, groups)
         init_state_fn(optimizer)
 
     def _make_norm_plan(self, groups: ProcessGroupCollection) -> NormPlan:
@@ -103,6 +105,8 @@ class MegatronOptimizer:
         skip = bad | (norm > self.config.grad_norm_skip_threshold)
         self._nonfinite_counts += nonfinite
         self.step_with_ready_grads(grads, self._grad_scale(norm, loss_scale), skip)
+        if self.fp8 is not None:
+            self.fp8.end_step()
         if self.grad_scaler is None:
             self.num_nan += bad
             self.num_skipped += skip & ~bad

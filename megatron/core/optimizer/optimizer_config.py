@@ -9,6 +9,7 @@ import torch
 from megatron.core.utils import unbuilt_fields, unbuilt_problems
 
 _USED = (
+    "fp8_recipe",  # which the model's configuration has too, and what reads it reads there
     "lr",
     "min_lr",
     "decoupled_lr",

@@ -14,6 +14,7 @@ from megatron.core import device
 from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.activated_linear import ActivatedLinear, Activation
 from megatron.core.tensor_parallel.comm_overlap import LinearReduceScatter, gather_matmul, matmul_reduce_scatter
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -150,7 +151,10 @@ class ColumnParallelLinear(torch.nn.Module):
     `segments` (ours) names and sizes them instead. `disable_grad_reduce`: the caller sums the input's gradient.
     `logical_size` (ours): outputs beyond it are padding. `shared_with` (ours): the checkpoint key of the tied weight.
     `is_expert`: split over `expt_tp` and communicating nothing, the dispatcher does; `experts` (ours) says which expert it is.
+    `fp8`: an fp8.linear.Fp8Linear that computes in its place, set by the decoder layer that it is a part of.
     """
+
+    fp8: Any = None
 
     def __init__(
         self,
@@ -212,18 +216,29 @@ class ColumnParallelLinear(torch.nn.Module):
             raise ValueError("ColumnParallelLinear was built with skip_weight_param_allocation: pass forward a weight")
         if tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
             raise ValueError(f"weight of shape {tuple(weight.shape)} given, expected {(self.output_size_per_partition, self.input_size)}")
-        config = self.config
-        output = _Linear.apply(
-            input_,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            config.gradient_accumulation_fusion,
-            self.allreduce_dgrad,
-            self.sequence_parallel,
-            self.tp_group,
-            config.tp_comm_overlap and config.tp_comm_overlap_ag,
-            config.tp_comm_overlap and config.tp_comm_overlap_rs_dgrad,
-        )
+        config, bias = self.config, None if self.skip_bias_add else self.bias
+        if self.fp8 is not None:
+            output = self.fp8(
+                input_,
+                bias,
+                fuse_weight_grad=config.gradient_accumulation_fusion,
+                reduce_input_grad=self.allreduce_dgrad,
+                sequence_parallel=self.sequence_parallel,
+                group=self.tp_group,
+                training=self.training,
+            )
+        else:
+            output = _Linear.apply(
+                input_,
+                weight,
+                bias,
+                config.gradient_accumulation_fusion,
+                self.allreduce_dgrad,
+                self.sequence_parallel,
+                self.tp_group,
+                config.tp_comm_overlap and config.tp_comm_overlap_ag,
+                config.tp_comm_overlap and config.tp_comm_overlap_rs_dgrad,
+            )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -238,7 +253,10 @@ class RowParallelLinear(torch.nn.Module):
     forward: [s, b, input_size / tp] (or whole, when not `input_is_parallel`) -> ([s, b, output_size], bias or None), summed over the ranks,
     and split by tokens under sequence parallelism. The bias is returned instead of added when `skip_bias_add`.
     `is_expert`: split over `expt_tp`; the output (and the bias) is this rank's part of the sum, which the dispatcher makes.
+    `fp8`: as ColumnParallelLinear's.
     """
+
+    fp8: Any = None
 
     def __init__(
         self,
@@ -281,8 +299,10 @@ class RowParallelLinear(torch.nn.Module):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, input_: torch.Tensor, activation: Activation | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`activation` is applied to the input first, and its output not kept; not for experts."""
         if self.is_expert:
+            assert activation is None
             output = _Linear.apply(input_, self.weight, None, self.config.gradient_accumulation_fusion, False, False, self.tp_group)
             share = None if self.bias is None else share_of_sum(self.bias, get_pg_size(self.tp_group))
             return (output, share) if self.skip_bias_add or share is None else (output + share, None)
@@ -290,18 +310,40 @@ class RowParallelLinear(torch.nn.Module):
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         bias = None if self.skip_bias_add else self.bias
         alone, config = get_pg_size(self.tp_group) == 1, self.config
-        if self.sequence_parallel and config.tp_comm_overlap and config.tp_comm_overlap_rs:
+        overlaps = self.sequence_parallel and config.tp_comm_overlap and config.tp_comm_overlap_rs
+        if activation is not None and self.fp8 is None and not overlaps:
+            added, fuse = bias if alone else None, config.gradient_accumulation_fusion
+            return self.summed(ActivatedLinear.apply(input_, self.weight, added, activation, fuse))
+        if activation is not None:
+            input_ = activation(input_)
+        if overlaps:
             output = LinearReduceScatter.apply(
                 input_, self.weight, config.gradient_accumulation_fusion, config.tp_comm_overlap_ag, self.tp_group
             )
             return output if bias is None else output + bias, self.bias if self.skip_bias_add else None
-        output = linear_with_grad_accumulation_and_async_allreduce(
-            input_, self.weight, bias if alone else None, config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
-        )
-        if not alone:
+        added = bias if alone else None
+        if self.fp8 is not None:
+            output = self.fp8(
+                input_,
+                added,
+                fuse_weight_grad=config.gradient_accumulation_fusion,
+                reduce_input_grad=False,
+                sequence_parallel=False,
+                group=self.tp_group,
+                training=self.training,
+            )
+        else:
+            output = linear_with_grad_accumulation_and_async_allreduce(
+                input_, self.weight, added, config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
+            )
+        return self.summed(output)
+
+    def summed(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `forward` returns, of this rank's part of the sum (which has the bias where there is one rank)."""
+        if get_pg_size(self.tp_group) > 1:
             reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
             output = reduce(output, group=self.tp_group)
-            output = output if bias is None else output + bias
+            output = output if self.skip_bias_add or self.bias is None else output + self.bias
         return output, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from megatron.core import device
+from megatron.core.fp8.gemm import product
+from megatron.core.fp8.quantize import Operand
 
-WeightGradQueue = list[tuple[Any, torch.Tensor, torch.Tensor]]  # arguments of write_weight_grad
+WeightGradQueue = list[tuple[Any, Any, Any]]  # arguments of write_weight_grad
 _put_off: WeightGradQueue | None = None  # not of a thread: autograd calls backwards from threads of its own
 _noted: list[Any] | None = None  # parameters written while a CUDA graph is recorded
 
@@ -42,15 +44,25 @@ def note_written(params: list[Any]) -> Iterator[None]:
         _noted = before
 
 
-def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tensor) -> None:
+def write_weight_grad(weight: Any, grad_output: torch.Tensor | Operand, inputs: torch.Tensor | Operand) -> None:
     """main_grad (+)= grad_output^T @ inputs. grad_output: [tokens, out], inputs: [tokens, in], of one dtype; main_grad: [out, in].
 
-    One matrix product where the device accumulates into main_grad's dtype, else the plain product followed by a sum.
+    One matrix product where the device accumulates into main_grad's dtype, else the plain product followed by a sum. In FP8 both are given
+    transposed, as operands [out, tokens] and [in, tokens].
     """
     if _put_off is not None:
         _put_off.append((weight, grad_output, inputs))
         return
     main_grad: torch.Tensor = weight.main_grad
+    if isinstance(grad_output, Operand):
+        assert isinstance(inputs, Operand)
+        if weight.main_grad_filled:
+            main_grad.add_(product(grad_output, inputs, main_grad.dtype))
+        else:
+            product(grad_output, inputs, main_grad.dtype, out=main_grad)
+        mark_written(weight)
+        return
+    assert not isinstance(inputs, Operand)
     left = grad_output.t()
     if main_grad.dtype == left.dtype:
         if weight.main_grad_filled:
@@ -68,11 +80,15 @@ def write_weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tens
         add_to_main_grad(weight, torch.mm(left, inputs))
 
 
-def weight_grad(weight: Any, grad_output: torch.Tensor, inputs: torch.Tensor, fuse: bool) -> torch.Tensor | None:
+def weight_grad(weight: Any, grad_output: torch.Tensor | Operand, inputs: torch.Tensor | Operand, fuse: bool) -> torch.Tensor | None:
     """The gradient for autograd to pass on; None where `fuse` and the weight's main_grad let it be written there."""
     if fuse and hasattr(weight, "main_grad"):
         write_weight_grad(weight, grad_output, inputs)
         return None
+    if isinstance(grad_output, Operand):
+        assert isinstance(inputs, Operand)
+        return product(grad_output, inputs, weight.dtype)
+    assert not isinstance(inputs, Operand)
     return grad_output.t().mm(inputs)
 
 

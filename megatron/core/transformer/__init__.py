@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
+    "MLATransformerConfig": "transformer_config",
     "MegatronModule": "module",
     "ModuleSpec": "spec_utils",
     "build_module": "spec_utils",

@@ -28,7 +28,80 @@ class SelfAttentionSubmodules:
     k_layernorm: Any = None
 
 
-class SelfAttention(MegatronModule):
+class Attention(MegatronModule):
+    """What every kind of attention has after its queries, keys and values: the core, and the projection back.
+
+    value_width: of one head.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        cp_comm_type: str | None,
+        pg_collection: ProcessGroupCollection | None,
+        *,
+        value_width: int,
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        self.pg_collection = groups = default_pg_collection(pg_collection)
+        # Registered before the projections to queries, keys and values, in the order in which Megatron's optimizer files number parameters.
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            config.num_attention_heads * value_width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            pg_collection=groups,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            cp_comm_type=cp_comm_type,
+            pg_collection=groups,
+            **({} if softmax_scale is None else {"softmax_scale": softmax_scale}),
+        )
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attention_bias: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> torch.Tensor:
+        """The core's output [s, b, heads * d], of which nothing else is kept where that is asked for."""
+
+        def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return self.core_attention(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+
+        if self.training and self.config.recomputes("core_attn"):
+            return checkpoint(core, False, query, key, value)
+        return core(query, key, value)
+
+
+class SelfAttention(Attention):
     """forward: [s, b, h] (tokens split under sequence parallelism) -> ([s, b, h], bias or None)."""
 
     def __init__(
@@ -42,28 +115,14 @@ class SelfAttention(MegatronModule):
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(config)
-        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
-        self.pg_collection = groups = default_pg_collection(pg_collection)
         assert config.kv_channels is not None and config.num_query_groups is not None
+        settings = (config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection)
+        super().__init__(*settings, value_width=config.kv_channels)
+        groups = self.pg_collection
         self.head_dim = config.kv_channels
         self.heads_per_group = divide(config.num_attention_heads, config.num_query_groups)
         self.num_query_groups_per_partition = divide(config.num_query_groups, get_pg_size(groups.tp))
         self.num_attention_heads_per_partition = self.num_query_groups_per_partition * self.heads_per_group
-        # Registered before linear_qkv, in the order in which Megatron's optimizer files number parameters.
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            config.num_attention_heads * self.head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            pg_collection=groups,
-        )
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
@@ -75,15 +134,6 @@ class SelfAttention(MegatronModule):
             skip_bias_add=False,
             is_expert=False,
             tp_comm_buffer_name="qkv",
-            pg_collection=groups,
-        )
-        self.core_attention = build_module(
-            submodules.core_attention,
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            attention_type="self",
-            cp_comm_type=cp_comm_type,
             pg_collection=groups,
         )
         self.q_layernorm = self._head_norm(submodules.q_layernorm)
@@ -142,21 +192,7 @@ class SelfAttention(MegatronModule):
             query = apply_rotary_pos_emb(query, query_angles, config=self.config)
             key = apply_rotary_pos_emb(key, key_angles, config=self.config)
             value = value.contiguous()  # the last to hold on to the whole projection, which now can go
-
-        def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return self.core_attention(
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type=self.attn_mask_type,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-            )
-
-        if self.training and self.config.recomputes("core_attn"):
-            return self.linear_proj(checkpoint(core, False, query, key, value))
-        return self.linear_proj(core(query, key, value))
+        return self.linear_proj(self._attend(query, key, value, attention_mask, attention_bias, packed_seq_params))
 
 
 def mark_partial_over_tp(norm: torch.nn.Module) -> None:

@@ -68,9 +68,15 @@ def hidden_everywhere(documents: tuple[Document, ...], mask: Mask, where: torch.
     return hidden
 
 
+def _unseen(query: torch.Tensor, value: torch.Tensor, queries: int) -> torch.Tensor:
+    """The output [b, heads, queries, d of values] of queries that see nothing."""
+    return query.new_zeros(*query.shape[:2], queries, value.shape[-1])
+
+
 class DotProductAttention(MegatronModule):
     """forward: query [s, b, heads, d], key and value [t, b, groups, d] -> [s, b, heads * d], all of this rank's heads.
 
+    Values may have another width than queries and keys; the output has theirs.
     Packed sequences: [tokens, 1, heads, d], or [tokens, heads, d] -> [tokens, heads * d].
     attention_mask: bool, True = hidden, [1 or b, 1, s, t]; it holds in addition to a causal mask type and to the config's window. None:
     nothing but those. With context parallelism s are this rank's tokens, and the mask has the rows of them and the columns of all.
@@ -199,12 +205,12 @@ class DotProductAttention(MegatronModule):
             queries, keys = slice(*block.queries), slice(*block.keys)
             assert block.queries[0] >= done, "a stretch of queries in two blocks"
             if block.queries[0] > done:  # padding that sees nothing
-                parts.append(query.new_zeros(query[:, :, done : block.queries[0]].shape))
+                parts.append(_unseen(query, value, block.queries[0] - done))
             hidden = geometry.hidden(block, query.device)
             causal = block.kind == "causal"
             parts.append(self._kernel(query[:, :, queries], key[:, :, keys], value[:, :, keys], hidden, causal, dropout))
             done = block.queries[1]
-        parts.append(query.new_zeros(query[:, :, done:].shape))
+        parts.append(_unseen(query, value, query.shape[2] - done))
         return torch.cat(parts, dim=2)
 
     def _plain(

@@ -25,6 +25,11 @@ def extra_state_objects(model_chunk: Any) -> dict[str, Any]:
     return found
 
 
+def keeps_extra_state(model_chunk: Any) -> bool:
+    """Whether any module takes such state back."""
+    return any(getattr(module, "keeps_scales", False) for module in unwrap_model(model_chunk).modules())
+
+
 def restore_extra_states(model_chunk: Any, loaded: dict[str, Any]) -> int:
     """Give modules back what was loaded of `extra_state_objects` (None where the checkpoint has none); how many took something."""
     taken = 0

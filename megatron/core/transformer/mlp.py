@@ -6,9 +6,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fp8 import swiglu_mlp
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import SwiGLUActivation, bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.param_sharding import Experts
 from megatron.core.tensor_parallel.random import RecomputedOutput
 from megatron.core.transformer.module import MegatronModule
@@ -88,10 +91,14 @@ class MLP(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._is_swiglu and swiglu_mlp.takes(self.linear_fc1, self.linear_fc2, hidden_states):
+            return self.linear_fc2.summed(swiglu_mlp.swiglu_mlp(self.linear_fc1, self.linear_fc2, hidden_states))
         intermediate, _ = self.linear_fc1(hidden_states)
         if not self.is_expert:
             if per_token_scale is not None:
                 raise ValueError("MLP: per_token_scale is for experts; leave it out")
+            if self._is_swiglu and kernels_run_on(intermediate) and isinstance(self.linear_fc2, RowParallelLinear):
+                return self.linear_fc2(intermediate, SwiGLUActivation())
             return self.linear_fc2(self._activate(intermediate))
         act = RecomputedOutput(self.training and self.config.recomputes("moe_act"))
         scale = intermediate.new_ones(intermediate.shape[:-1]) if per_token_scale is None else per_token_scale
@@ -101,6 +108,12 @@ class MLP(MegatronModule):
             output = output + (bias * scale.unsqueeze(-1)).to(output.dtype)
         act.free_until_backward_of(output)
         return output, None
+
+    @property
+    def _is_swiglu(self) -> bool:
+        """Whether the linears may take the activation over."""
+        config = self.config
+        return config.bias_activation_fusion and config.gated_linear_unit and self.activation_func is F.silu and not self.is_expert
 
     def _activate(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         return activate(self.config, x, scale, self.activation_func)

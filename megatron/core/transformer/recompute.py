@@ -11,10 +11,10 @@ from megatron.core.broken_rule import BrokenRule
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
 # Parts of a layer: `core_attn` scores, softmax and context; `mlp` the feed-forward half; `layernorm` the outputs of both norms;
-# of a mixture of experts `moe` all of it, `moe_act` the outputs of the experts' activation function, `shared_experts`.
-BUILT_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
+# of a mixture of experts `moe` all of it, `moe_act` the outputs of the experts' activation function, `shared_experts`; of multi-latent
+# attention `mla_up_proj` the queries, keys and values that are made of the latents.
+BUILT_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
 DEFAULT_MODULES = ("core_attn",)
-NOT_BUILT_MODULES = ("mla_up_proj",)
 
 
 def recompute_problems(
@@ -39,7 +39,5 @@ def recompute_problems(
     if modules is not None and granularity != "selective":
         yield BrokenRule("recompute_modules", "are for selective recompute only: they need recompute_granularity selective")
     for module in modules or ():
-        if module in NOT_BUILT_MODULES:
-            yield BrokenRule("recompute_modules", f"{module} is not built yet; there are {', '.join(BUILT_MODULES)}", "core_attn")
-        elif module not in BUILT_MODULES:
+        if module not in BUILT_MODULES:
             yield BrokenRule("recompute_modules", f"{module} is no part of a layer; there are {', '.join(BUILT_MODULES)}", "core_attn")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from megatron.core.broken_rule import BrokenRule, config_sentence
 from megatron.core.context_parallel.combinations import context_parallel_problems
+from megatron.core.fp8.settings import fp8_problems
 from megatron.core.fusions.fused_layer_norm import NORMALIZATIONS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.init import init_method_normal, scaled_init_method_normal
@@ -14,6 +15,7 @@ from megatron.core.transformer.attention_masks import window_problems
 from megatron.core.transformer.cuda_graph_rules import cuda_graph_problems
 from megatron.core.transformer.default_sizes import default_ffn_hidden_size, default_kv_channels
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.latent_attention_settings import latent_attention_problems
 from megatron.core.transformer.moe.settings import moe_layer_pattern, moe_problems
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout, layout_problems
 from megatron.core.transformer.recompute import DEFAULT_MODULES, recompute_problems
@@ -97,6 +99,17 @@ _USED = (
     "moe_shared_expert_overlap",
     "moe_permute_fusion",
     "moe_layer_recompute",
+    "fp8",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "tp_only_amax_red",
+    "multi_latent_attention",
 )
 # Read by no module of core, and rightly: whatever they are, the same is computed.
 ANY_VALUE = (
@@ -105,6 +118,7 @@ ANY_VALUE = (
     "moe_per_layer_logging",  # the training loop's business
     "moe_enable_deepep",  # flex is DeepEP's with it and without
     "moe_flex_dispatcher_backend",
+    "fp8_interval",  # scales are updated every step
 )
 
 
@@ -218,10 +232,23 @@ class TransformerConfig(ModelParallelConfig):
     moe_layer_recompute: bool = False
     moe_per_layer_logging: bool = False
 
-    # Other kinds of models and precisions.
+    # FP8 products in decoder layers, see fp8/. fp8: e4m3, or hybrid with e5m2 for gradients; margin: powers of two that delayed scales stay
+    # below what the history allows; history_len in steps. tp_only_amax_red: delayed scales follow from this replica's data alone.
+    fp8: str | None = None
+    fp8_recipe: str = "delayed"
+    fp8_margin: int = 0
+    fp8_interval: int = 1
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: str = "most_recent"
+    fp8_wgrad: bool = True
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+    tp_only_amax_red: bool = False
+
+    # Other kinds of models. multi_latent_attention needs an MLATransformerConfig.
     multi_latent_attention: bool = False
     mtp_num_layers: int | None = None
-    fp8: str | None = None
     cuda_graph_impl: str = "none"
     cuda_graph_warmup_steps: int = 3
     cpu_offloading: bool = False
@@ -285,6 +312,8 @@ class TransformerConfig(ModelParallelConfig):
             found.append(f"normalization {self.normalization!r} must be {' or '.join(map(repr, NORMALIZATIONS))}")
         if self.apply_query_key_layer_scaling and self.softmax_scale == 0:
             found.append("softmax_scale must not be 0")
+        if self.multi_latent_attention and not isinstance(self, MLATransformerConfig):
+            found.append("multi_latent_attention needs MLATransformerConfig, which has its sizes; build that")
         return found
 
     def _layout_problems(self) -> list[str]:
@@ -313,6 +342,50 @@ class TransformerConfig(ModelParallelConfig):
         if self.transformer_impl == "transformer_engine":
             yield from transformer_engine_problems(self, self.num_moe_experts)
         yield from window_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        yield from fp8_problems(self, self.num_layers, self.num_query_groups)
+
+
+@dataclass
+class MLATransformerConfig(TransformerConfig):
+    """A TransformerConfig with multi-latent attention (DeepSeek-V2): queries, keys and values are made of low-rank latents.
+
+    A head's queries and keys have qk_head_dim channels without and qk_pos_emb_head_dim with positions, its values v_head_dim. With
+    qk_layernorm the latents are normalized. kv_channels is not read.
+    """
+
+    multi_latent_attention: bool = True
+    q_lora_rank: int | None = 512  # None: queries come from the hidden states at once
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    normalization: str = "RMSNorm"
+
+    # Positions. yarn: see yarn_rotary_pos_embedding.py; what follows rotary_percent is read by it alone.
+    rope_type: str = "yarn"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rotary_scaling_factor: float = 40
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    cache_mla_latents: bool = False
+    mla_down_proj_fusion: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kv_channels is None:
+            self.kv_channels = default_kv_channels(self.hidden_size, self.num_attention_heads) or self.qk_head_dim
+        super().__post_init__()
+
+    def problems(self) -> list[str]:
+        found = super().problems() + unbuilt_problems(self, MLA_UNBUILT)
+        if not self.multi_latent_attention:
+            return [*found, "MLATransformerConfig is for multi_latent_attention; build a TransformerConfig for a model without"]
+        return found + [config_sentence(self, broken) for broken in latent_attention_problems(self, self.num_query_groups)]
 
 
 UNBUILT = unbuilt_fields(TransformerConfig, _USED + ANY_VALUE)
+MLA_UNBUILT = {"cache_mla_latents": False, "mla_down_proj_fusion": False}

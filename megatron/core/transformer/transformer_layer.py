@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from megatron.core.context_parallel.combinations import comm_type_of_layer
+from megatron.core.fp8.model import use_fp8
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import RecomputedOutput, checkpoint, dropout_state
@@ -127,6 +128,8 @@ class TransformerLayer(MegatronModule):
         if self.is_moe_layer:
             self.mlp.set_layer_number(layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
+        if submodules.precision_context is None:
+            use_fp8(self, config, layer_number)
         self.graphs = LayerGraphs(self, config, vp_stage or 0) if config.cuda_graph_impl == "local" else None
         if config.recomputes("layernorm") and all(isinstance(n, IdentityOp) for n in (self.input_layernorm, self.pre_mlp_layernorm)):
             raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.fp8.model import extra_states
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.param_sharding import ParamRecord, buffer_table, build_param_table, local_pieces
 from megatron.core.transformer.module import MegatronModule
@@ -24,6 +25,7 @@ def sharded_state_dict_default(
     for name, record in {**build_param_table(module), **buffer_table(module)}.items():
         copy = _Copy.of(record, groups, tp_group)
         out[prefix + name] = _sharded_parameter(prefix + record.key, record, record.param.detach(), sharded_offsets, copy)
+    out.update(extra_states(module, prefix, groups))
     for path, child in module.named_modules():
         if path and _overrides(child):
             inside = f"{prefix}{path}."

@@ -8,8 +8,9 @@ from megatron.core.utils import get_world_rank
 from megatron.training.async_save import AsyncSaver
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.interval_log import IntervalLog
+from megatron.training.checkpoint_contents import content_metadata, contents_of
 from megatron.training.checkpoint_folders import remove_old
-from megatron.training.checkpointing import content_metadata, contents_of, save_checkpoint
+from megatron.training.checkpointing import save_checkpoint
 from megatron.training.phase import phase
 from megatron.training.train_step import StepRecord, TrainingRun
 from megatron.training.training_log import is_last_rank, print_rank_0

@@ -4,7 +4,17 @@
 """
 
 from megatron.training.config.data import DataFlags, TokenizerFlags
-from megatron.training.config.model import AttentionFlags, GraphFlags, KernelFlags, ModelFlags, NormFlags, PositionFlags, RecomputeFlags
+from megatron.training.config.fp8 import Fp8Flags
+from megatron.training.config.model import (
+    AttentionFlags,
+    GraphFlags,
+    KernelFlags,
+    LatentAttentionFlags,
+    ModelFlags,
+    NormFlags,
+    PositionFlags,
+    RecomputeFlags,
+)
 from megatron.training.config.moe import MoEFlags
 from megatron.training.config.optimization import LearningRateFlags, OptimizerFlags, PrecisionFlags
 from megatron.training.config.output import CheckpointFlags, LoggingFlags, ProfilingFlags
@@ -13,6 +23,7 @@ from megatron.training.config.training import BatchFlags, DistributedFlags, Eval
 SECTIONS: tuple[type, ...] = (
     ModelFlags,
     AttentionFlags,
+    LatentAttentionFlags,
     PositionFlags,
     NormFlags,
     KernelFlags,
@@ -26,6 +37,7 @@ SECTIONS: tuple[type, ...] = (
     OptimizerFlags,
     LearningRateFlags,
     PrecisionFlags,
+    Fp8Flags,
     DataFlags,
     TokenizerFlags,
     CheckpointFlags,

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.broken_rule import BrokenRule
+from megatron.core.fp8.settings import fp8_problems
 from megatron.core.num_microbatches_calculator import parse_step_batch_size_schedule
 from megatron.core.transformer.recompute import recompute_problems
 from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
+from megatron.training.checkpoint_names import legacy_problem
+from megatron.training.config.fp8 import Fp8Flags
 from megatron.training.config.moe import MoEFlags
 
 Args = argparse.Namespace
@@ -139,7 +142,7 @@ def check_model(args: Args) -> Iterator[Problem]:
         rule = f"exceeds the {longest} learned positions of --max-position-embeddings"
         yield problem(args, "seq_length", rule, f"--max-position-embeddings {args.seq_length}")
     channels = args.kv_channels or (hidden // heads if hidden and heads and hidden % heads == 0 else None)
-    if positions == "rope" and channels and int(channels * args.rotary_percent) % 2:
+    if positions == "rope" and channels and not args.multi_latent_attention and int(channels * args.rotary_percent) % 2:
         rule = f"leaves {int(channels * args.rotary_percent)} rotating channels of a head's {channels}: it must be an even number"
         yield problem(args, "rotary_percent", rule, f"--kv-channels {channels + 1}" if channels % 2 else 1.0)
 
@@ -329,6 +332,18 @@ def check_precision(args: Args) -> Iterator[Problem]:
         yield problem(args, "min_loss_scale", f"must be at most --initial-loss-scale {args.initial_loss_scale:g}", 1.0)
 
 
+def check_fp8(args: Args) -> Iterator[Problem]:
+    for dest, meant in (("fp8_hybrid", "hybrid"), ("fp8_e4m3", "e4m3")):
+        if getattr(args, dest) and args.fp8 != meant:
+            yield problem(args, "fp8", f"{name_of(dest)} asks for {meant}", meant)
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    for broken in fp8_problems(args, args.num_layers, groups):
+        if not unbuilt_values(args, FLAG_OF.get(broken.setting, broken.setting)):
+            yield broken_rule(args, broken)
+    if args.fp8 and args.fp8_recipe == "delayed" and args.save and args.ckpt_format == "torch":
+        yield problem(args, "ckpt_format", "has no place for the scales' history of --fp8-recipe delayed", "torch_dist")
+
+
 def check_run(args: Args) -> Iterator[Problem]:
     for dest, needs in (
         ("save_interval", "save"),
@@ -345,10 +360,10 @@ def check_run(args: Args) -> Iterator[Problem]:
         if value is not None and value is not False and not getattr(args, needs):
             yield problem(args, dest, f"needs {name_of(needs)}", f"{name_of(needs)} {'NAME' if needs == 'wandb_exp_name' else 'FOLDER'}")
     if args.ckpt_format == "torch" and args.save:
-        experts_alike = args.expert_tensor_parallel_size in (None, args.tensor_model_parallel_size)
-        if args.num_experts and not experts_alike:
-            rule = f"does not write experts of --expert-tensor-parallel-size {args.expert_tensor_parallel_size}, other than the tensor size"
-            yield problem(args, "ckpt_format", rule, "torch_dist")
+        sizes = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
+        why = legacy_problem(*sizes, args.expert_tensor_parallel_size or sizes[0]) if args.num_experts and min(sizes) > 0 else None
+        if why:
+            yield problem(args, "ckpt_format", f"cannot hold these experts: {why}", "torch_dist")
     if args.async_save and args.ckpt_format != "torch_dist":
         yield problem(args, "async_save", f"writes torch_dist, and --ckpt-format is {args.ckpt_format}", "--ckpt-format torch_dist")
     if args.save_retain_interval and args.save_interval and args.save_retain_interval % args.save_interval:
@@ -380,6 +395,11 @@ def _expert_notes(args: Args) -> Iterator[str]:
         )
 
 
+def _given_of(args: Args, section: type) -> list[str]:
+    """Flags of a section that were given and have an effect at all."""
+    return [f.name for f in dataclasses.fields(section) if was_given(args, f.name) and not f.metadata["no_effect"]]
+
+
 def dropped_flags(args: Args) -> Iterator[str]:
     """Notes on flags that were given and change nothing, and on schedules that look like a mistake."""
     if "num_query_groups" in args.provenance and not args.group_query_attention:
@@ -395,12 +415,12 @@ def dropped_flags(args: Args) -> Iterator[str]:
     if args.timing_log_level == 2:
         yield "--timing-log-level 2 shows what 1 does, and timers of level 2 that the script itself starts"
     yield from _expert_notes(args)
-    if args.num_experts is None:
-        experts = [f.name for f in dataclasses.fields(MoEFlags) if was_given(args, f.name) and not f.metadata["no_effect"]]
-        if experts:
-            yield f"{', '.join(map(name_of, experts))}: no effect without --num-experts"
-    idle = [(dest, field) for dest, field in all_fields().items() if field.metadata["no_effect"]]
-    given = [(dest, field) for dest, field in idle if was_given(args, dest) and getattr(args, dest) != field.default]
+    if args.fp8 is None and (idle := _given_of(args, Fp8Flags)):
+        yield f"{', '.join(map(name_of, idle))}: no effect without --fp8-format"
+    if args.num_experts is None and (experts := _given_of(args, MoEFlags)):
+        yield f"{', '.join(map(name_of, experts))}: no effect without --num-experts"
+    effectless = [(dest, field) for dest, field in all_fields().items() if field.metadata["no_effect"]]
+    given = [(dest, field) for dest, field in effectless if was_given(args, dest) and getattr(args, dest) != field.default]
     if given:
         reasons = "; ".join(f"{name_of(dest)} ({field.metadata['no_effect']})" for dest, field in given)
         yield f"accepted, without effect here: {reasons}"
@@ -441,5 +461,6 @@ RULES = (
     check_optimizer,
     check_distribution,
     check_precision,
+    check_fp8,
     check_run,
 )

@@ -144,11 +144,12 @@ def check_packages(args: Args) -> Iterator[Problem]:
 
 
 def check_folders(args: Args) -> Iterator[Problem]:
-    for dest in ("save", "load"):
+    for dest in ("save", "load", "pretrained_checkpoint"):
         path = getattr(args, dest)
         if path is not None and is_remote(path):
             yield problem(args, dest, "checkpoints are read and written as files: object storage is not supported", "/a/mounted/folder")
-    for dest in ("save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "object_storage_cache_path"):
+    others = ("tensorboard_dir", "wandb_save_dir", "data_cache_path", "object_storage_cache_path")
+    for dest in ("save", "load", "pretrained_checkpoint", *others):
         path = getattr(args, dest)
         if path is not None and not is_remote(path) and os.path.exists(path) and not os.path.isdir(path):
             yield problem(args, dest, "must be a folder, and is a file", "FOLDER")
@@ -156,6 +157,8 @@ def check_folders(args: Args) -> Iterator[Problem]:
         yield problem(args, "metrics_file", "must be a file, and is a folder", os.path.join(args.metrics_file, "metrics.jsonl"))
     if args.load is not None and not is_remote(args.load):
         yield from _check_load(args)
+    if args.pretrained_checkpoint is not None and not is_remote(args.pretrained_checkpoint):
+        yield from _check_pretrained(args)
 
 
 def _check_load(args: Args) -> Iterator[Problem]:
@@ -171,9 +174,16 @@ def _check_load(args: Args) -> Iterator[Problem]:
         step = "" if iteration is None else f" --ckpt-step {iteration}"
         rule = "is one checkpoint: --load takes the folder that holds it"
         yield problem(args, "load", rule, f"{os.path.dirname(args.load.rstrip('/')) or '.'}{step}")
-    elif args.exit_on_missing_checkpoint:
+    elif args.exit_on_missing_checkpoint and not args.pretrained_checkpoint:
         rule = f"holds no checkpoint (no {os.path.basename(wanted)}), and --exit-on-missing-checkpoint was given"
         yield problem(args, "load", rule, "FOLDER")
+
+
+def _check_pretrained(args: Args) -> Iterator[Problem]:
+    tracker = checkpoint_names.get_checkpoint_tracker_filename
+    goes_on = args.load is not None and os.path.exists(tracker(args.load))
+    if not goes_on and args.ckpt_step is None and not os.path.exists(tracker(args.pretrained_checkpoint)):
+        yield problem(args, "pretrained_checkpoint", f"holds no checkpoint (no {checkpoint_names.TRACKER})", "FOLDER")
 
 
 RULES = (

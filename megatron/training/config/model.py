@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from megatron.core.transformer.cuda_graph_rules import IMPLEMENTATIONS
+from megatron.core.transformer.latent_attention_settings import ROPE_TYPES
 from megatron.core.transformer.recompute import BUILT_MODULES, DEFAULT_MODULES, GRANULARITIES, METHODS
 from megatron.training.config.converters import moe_freq_type, tuple_type
 from megatron.training.config.fields import ARCHITECTURE, SETTING, flag
@@ -90,6 +91,44 @@ class AttentionFlags:
         choices=("flash", "fused", "unfused", "local", "auto"),
     )
     use_flash_attn: bool = flag(False, "The same as --attention-backend flash where that was not given.")
+
+
+@dataclass
+class LatentAttentionFlags:
+    """Multi-latent attention (DeepSeek-V2 and V3); all of it needs --multi-latent-attention."""
+
+    multi_latent_attention: bool = flag(
+        False,
+        "Queries, keys and values are made of low-rank latents, and positions have channels of their own; with --qk-layernorm the latents "
+        "are normalized.",
+        checkpoint=ARCHITECTURE,
+    )
+    q_lora_rank: int | None = flag(
+        None, "Width of the latent of queries. Default: none, they come from the hidden states.", minimum=1, checkpoint=ARCHITECTURE
+    )
+    kv_lora_rank: int = flag(32, "Width of the latent of keys and values.", minimum=1, checkpoint=ARCHITECTURE)
+    qk_head_dim: int = flag(128, "Channels without positions of a head's queries and keys.", minimum=1, checkpoint=ARCHITECTURE)
+    qk_pos_emb_head_dim: int = flag(
+        64, "Channels with positions of a head's queries; the keys' are the same for all heads.", minimum=2, checkpoint=ARCHITECTURE
+    )
+    v_head_dim: int = flag(128, "Channels of a head's values.", minimum=1, checkpoint=ARCHITECTURE)
+    rope_type: str | None = flag(
+        None,
+        "How they turn: yarn stretches slow frequencies by --rotary-scaling-factor, for longer sequences than the 4096 tokens of a first "
+        "training. Default: yarn.",
+        choices=ROPE_TYPES,
+        checkpoint=ARCHITECTURE,
+    )
+    rotary_scaling_factor: float = flag(1.0, "How far.", minimum=1.0, checkpoint=ARCHITECTURE)
+    mscale: float = flag(
+        1.0,
+        "With yarn what turns is multiplied by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1), ...",
+        minimum=0.0,
+        checkpoint=ARCHITECTURE,
+    )
+    mscale_all_dim: float = flag(
+        0.0, "... and the scores by the square of 0.1 mscale_all_dim ln factor + 1.", minimum=0.0, checkpoint=ARCHITECTURE
+    )
 
 
 @dataclass

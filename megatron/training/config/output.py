@@ -37,6 +37,9 @@ class CheckpointFlags:
         ours=True,
     )
     load: str | None = flag(None, "Folder to go on from; an empty or missing one starts anew.")
+    pretrained_checkpoint: str | None = flag(
+        None, "Folder to take the weights from, as --finetune does, while --load has no checkpoint: a run that is started again goes on."
+    )
     ckpt_step: int | None = flag(None, "Iteration to load. Default: the last one.", unit="iterations", minimum=0)
     finetune: bool = flag(False, "Load the weights alone, and start at iteration 0.")
     no_load_optim: bool | None = flag(None, "Do not load the optimizer.")
@@ -44,6 +47,7 @@ class CheckpointFlags:
     no_save_optim: bool | None = flag(None, "Do not save the optimizer.")
     no_save_rng: bool | None = flag(None, "Do not save the random states.")
     use_checkpoint_args: bool = flag(False, "Take the model's and tokenizer's flags from the checkpoint where they were not given.")
+    use_tokenizer_model_from_checkpoint_args: bool = flag(True, "With --use-checkpoint-args: the tokenizer's flags are not taken.")
     exit_on_missing_checkpoint: bool = flag(False, "A --load folder without a checkpoint is an error.")
     ckpt_format: str = flag(
         "torch_dist",

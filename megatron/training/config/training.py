@@ -39,7 +39,7 @@ class TrainingFlags:
     seed: int = flag(1234, "Seed of weights, dropout and data order.", minimum=1)
     skip_train: bool = flag(False, "Evaluate only.")
     exit_interval: int | None = flag(None, "Save and exit when the iteration is a multiple of this.", unit="iterations", minimum=1)
-    exit_duration_in_mins: int | None = flag(None, "Save and exit after this time.", unit="minutes", minimum=1)
+    exit_duration_in_mins: int | None = flag(None, "Save and exit after this time; 0 = never.", unit="minutes", minimum=0)
     exit_signal_handler: bool = flag(False, "Save and exit when --exit-signal arrives.")
     exit_signal: signal.Signals = flag(
         signal.SIGTERM,

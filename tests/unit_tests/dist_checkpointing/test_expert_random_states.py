@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.training.checkpoint_contents import RNG_KEY, rng_object, rng_state, set_rng_state, stored_rng_object
 from megatron.training.checkpoint_formats import TorchDist
-from megatron.training.checkpointing import RNG_KEY, _rng_object, _stored_rng_object, rng_state, set_rng_state
 from tests.distributed import run_on_ranks
 from tests.unit_tests.distributed.expert_toy import start_groups
 
@@ -31,13 +31,13 @@ def _states(folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    dist_checkpointing.save({RNG_KEY: _rng_object([rng_state()])}, folder)
+    dist_checkpointing.save({RNG_KEY: rng_object([rng_state()])}, folder)
     found["next"] = draws()
     for name, layout in (("same", {"ep": 2}), ("other", {})):
         start_groups(**layout)
         model_parallel_cuda_manual_seed(6)
         fresh = get_cuda_rng_tracker().get_states()[EXPERT_RNG].clone()
-        entry, *own = _stored_rng_object(TorchDist(folder))
+        entry, *own = stored_rng_object(TorchDist(folder))
         loaded = dist_checkpointing.load({RNG_KEY: entry}, folder)
         assert set_rng_state(loaded[RNG_KEY][0], *own)
         found[f"{name} is fresh"] = torch.equal(get_cuda_rng_tracker().get_states()[EXPERT_RNG], fresh)

@@ -198,8 +198,8 @@ def test_partial_gradients_are_summed_over_their_axis():
 
 
 def test_unbuilt_settings_are_refused_by_name():
-    with pytest.raises(ValueError, match="fp8_param_gather = True is not built yet"):
-        DistributedDataParallelConfig(fp8_param_gather=True)
+    with pytest.raises(ValueError, match="keep_fp8_transpose_cache = True is not built yet"):
+        DistributedDataParallelConfig(keep_fp8_transpose_cache=True)
     with pytest.raises(ValueError, match="keep one"):
         DistributedDataParallelConfig(bucket_size=5, num_buckets=2)
     assert DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=()).problems() == []

@@ -37,6 +37,32 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 QWEN_MOE = {**MOE, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
+}
+GROUPS = {"n_group": 4, "topk_group": 1}
+V3_ALONE = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 2, "n_shared_experts": 1, "tie_word_embeddings": True}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
 # name -> (config class, its settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,6 +79,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_untied": ("GPT2Config", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40}),
     "mixtral": ("MixtralConfig", {**BASE, **MOE, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **QWEN_MOE, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5}),
+    "deepseek_v2": ("DeepseekV2Config", {**BASE, **DEEPSEEK, "q_lora_rank": 12, "rope_parameters": YARN}),
+    "deepseek_v2_lite": ("DeepseekV2Config", {**BASE, **DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3}),
+    "deepseek_v2_groups": ("DeepseekV2Config", {**BASE, **DEEPSEEK, **GROUPS, "topk_method": "group_limited_greedy", "topk_group": 2}),
+    "deepseek_v3": ("DeepseekV3Config", {**BASE, **DEEPSEEK, **GROUPS, "q_lora_rank": 12, "rope_parameters": YARN}),
+    "deepseek_v3_experts": ("DeepseekV3Config", {**BASE, **DEEPSEEK, **V3_ALONE}),
+    "deepseek_v3_dense": ("DeepseekV3Config", {**BASE, **DEEPSEEK, "first_k_dense_replace": 3, "q_lora_rank": None}),
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**BASE, **QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 56}),
 }  # fmt: skip
 
@@ -71,6 +103,9 @@ def make(name: str, folder: Path, seed: int = 0, **settings: Any) -> Any:
         for place, parameter in model.named_parameters():
             norm = "norm" in place or ".ln_" in place
             parameter.normal_(1.0 if norm and place.endswith("weight") else 0.0, 0.2)
+        for place, buffer in model.named_buffers():
+            if place.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model
 

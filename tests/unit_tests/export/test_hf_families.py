@@ -27,6 +27,26 @@ LLAMA: dict[str, Any] = {
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 100}
 
 
+YARN: dict[str, Any] = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+
+
+def deepseek_own(family: str) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "q_lora_rank": st.sampled_from([None, 12]),
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": st.sampled_from([6, 8]),
+        "tie_word_embeddings": st.booleans(),
+        "rope_theta": st.sampled_from([10000, 50000.0]),
+        "rope_scaling": st.sampled_from([None, YARN, {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, {**YARN, "factor": 1}]),
+        "first_k_dense_replace": st.sampled_from([0, 1, 4]),
+        "num_key_value_heads": 4,
+    }
+    if family == "deepseek_v3":
+        return own | {"n_group": st.sampled_from([1, 4, 8]), "routed_scaling_factor": st.sampled_from([1.0, 2.5])}
+    return own | {"topk_method": st.sampled_from(["greedy", "group_limited_greedy"])}
+
+
 def config_of(family: str) -> st.SearchStrategy[dict[str, Any]]:
     """A config.json of the family as its releases have them: some settings are left out."""
     if family == "gpt2":
@@ -56,7 +76,10 @@ def config_of(family: str) -> st.SearchStrategy[dict[str, Any]]:
         if family == "qwen3_moe":
             own |= {"num_experts": st.just(8), "norm_topk_prob": st.booleans()}
             own |= {"mlp_only_layers": st.sampled_from([[], [0], [1, 2]]), "decoder_sparse_step": st.sampled_from([1, 2])}
-        base = {**LLAMA, "moe_intermediate_size": 24} if family == "qwen3_moe" else LLAMA
+        if family.startswith("deepseek"):
+            own = deepseek_own(family)
+        needed = {"qwen3_moe": {"moe_intermediate_size": 24}, "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 6}}
+        base = {**LLAMA, **needed.get(family, {})}
     own = {name: value if isinstance(value, st.SearchStrategy) else st.just(value) for name, value in own.items()}
     return st.fixed_dictionaries({}, optional=own).map(lambda found: {**base, "model_type": family, **found})
 
@@ -101,6 +124,21 @@ REFUSED = (
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
     ("qwen3_moe", {"moe_intermediate_size": 8, "mlp_only_layers": [0, 1, 2, 3]}, "model_type qwen3"),
+    ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
+    ("deepseek_v2", {"attention_bias": True}, "attention_bias"),
+    ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+    ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "'linear' is not converted: our latent attention has yarn"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale 0.7 with mscale_all_dim None"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "beta_fast": 1}}, "beta_fast = 1"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "original_max_position_embeddings": 8192}}, "original_max_position_embeddings = 8192"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "attention_factor": 1.0}}, "attention_factor"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+    ("deepseek_v2", {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, "best expert's"),
+    ("deepseek_v2", {"topk_method": "random"}, "topk_method = 'random'"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+    ("deepseek_v3", {"num_experts_per_tok": 6, "topk_group": 2}, "ours of its best 3"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
     ("gpt2", {"activation_function": "relu"}, "activation_function"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -116,7 +154,7 @@ def test_what_our_model_lacks_is_refused_by_name(family: str, change: dict[str, 
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "bert", None, 7, ["llama"]])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "bert", None, 7, ["llama"]])
 def test_an_unknown_family_names_the_known(model_type: Any) -> None:
     with pytest.raises(ConversionError, match="there are gpt2, llama, mistral"):
         family_of_config({"model_type": model_type} if model_type else {})

@@ -307,7 +307,6 @@ def test_experts_rows_are_padded_to_what_fp8_takes() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"fp8_param": True}, "fp8_param True: is not built"),
         ({"fp8_recipe": "custom"}, "fp8_recipe 'custom'"),
         ({"fp8": "e5m2"}, "fp8 'e5m2': must be e4m3 or hybrid"),
         ({"num_moe_experts": 4}, "needs moe_grouped_gemm"),

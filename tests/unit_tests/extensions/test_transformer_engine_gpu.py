@@ -18,12 +18,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests import fake_te
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.skipif(not available("transformer_engine"), reason="Transformer Engine is not installed"),
 ]
+assert fake_te, "imports the real package before torch's cuDNN is loaded"
 VOCAB, SEQ = 512, 128
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -39,7 +41,8 @@ RECIPES = ["delayed", "tensorwise", "blockwise"]
 def config_of(fp8: str | None = None, **extra: Any) -> TransformerConfig:
     shape: dict[str, Any] = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512}
     config = TransformerConfig(**shape, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, **{**LLAMA, **extra})
-    config.fp8, config.fp8_recipe = (None if fp8 is None else "hybrid"), fp8  # type: ignore[attr-defined]
+    if fp8 is not None:
+        config.fp8, config.fp8_recipe = "hybrid", fp8
     return config
 
 

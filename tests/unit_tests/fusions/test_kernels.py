@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core import device
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import SwiGLUActivation, bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.fusions.fused_layer_norm import norm
 from megatron.core.fusions.fused_rope import fused_apply_rotary
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import fused_optimizers
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.moe import permutation
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -236,3 +236,27 @@ def test_without_a_compiler_training_goes_on_without_kernels(monkeypatch: pytest
 
 def test_the_probe_sees_a_kernel_that_works() -> None:
     probe_kernel.probe()
+
+
+@pytest.mark.parametrize("dtype", TWINS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_that_takes_swiglu_over(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_bias: bool) -> None:
+    """As SwiGLU and linear one by one, to the bit: what is made again in the backward pass is what was there. It is not kept."""
+    monkeypatch.setattr(kernels, "interpreted", not device.has_accelerator())
+    monkeypatch.setattr(kernels, "available", lambda package: True)
+    config = ModelParallelConfig(params_dtype=dtype, gradient_accumulation_fusion=True)
+    found = []
+    for activation in (SwiGLUActivation(), None):
+        torch.manual_seed(4)
+        linear: Any = RowParallelLinear(
+            40, 24, config=config, init_method=torch.nn.init.normal_, bias=with_bias, input_is_parallel=True, skip_bias_add=False
+        )
+        linear.weight.main_grad, linear.weight.main_grad_filled = torch.empty_like(linear.weight), False
+        x, grad = rand(5, 2, 80).to(dtype).requires_grad_(), rand(5, 2, 24).to(dtype)
+        kept: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(tuple(t.shape)) or t, lambda t: t):  # type: ignore[func-returns-value,misc]
+            out = (linear(x, activation) if activation else linear(bias_swiglu_impl(x, None)))[0]
+        assert any(shape[-1] == 40 for shape in kept) == (activation is None)
+        out.backward(grad)
+        found.append([out.detach(), x.grad, linear.weight.main_grad] + ([linear.bias.grad] if with_bias else []))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -162,8 +162,8 @@ def test_refusals():
         model(logical_vocab_size=99)
     with pytest.raises(ValueError, match="multi_latent_attention = True is not built yet"):
         get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True)
-    with pytest.raises(ValueError, match="fp8 = 'e4m3' is not built yet; leave it out"):
-        get_gpt_layer_local_spec(fp8="e4m3")
+    with pytest.raises(ValueError, match="qk_l2_norm = True is not built yet; leave it out"):
+        get_gpt_layer_local_spec(qk_l2_norm=True)
     with pytest.raises(ValueError, match="max_position_embeddings is 12"):
         model(position="learned_absolute")(torch.zeros(1, 14, dtype=torch.long), torch.arange(14)[None], None)
     with pytest.raises(ValueError, match="the block's spec lists 2 layers"):

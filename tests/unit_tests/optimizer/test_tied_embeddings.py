@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.init import init_method_normal
 from megatron.core.tensor_parallel.param_sharding import ParamSharding, declare
 from megatron.core.transformer.utils import sharded_state_dict_default
-from megatron.training.checkpointing import optimizer_state
+from megatron.training.checkpoint_contents import optimizer_state
 from tests.distributed import run_on_ranks
 from tests.unit_tests.distributed.expert_toy import start_groups
 

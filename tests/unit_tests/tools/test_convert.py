@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.safe_pickle import plain_namespace
 from megatron.core.export.hf_configs import flags_of_checkpoint
+from megatron.core.export.weights import TorchDistWeights
 from tests.conftest import ROOT
 from tests.distributed import run_on_ranks
 from tests.unit_tests.export.hf_models import BASE, MODELS, VOCAB, logits, make, tokens
+from tools.checkpoint.compare_logits import compare
 
 MAIN = runpy.run_path(str(ROOT / "tools" / "checkpoint" / "convert.py"))["main"]
 
@@ -92,6 +94,10 @@ def test_the_arguments_in_a_checkpoint_are_the_model(tmp_path: Path) -> None:
         pytest.param("qwen3", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("mixtral", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"pipeline_model_parallel_size": 2, "moe_grouped_gemm": True}, marks=pytest.mark.slow),
+        ("deepseek_v3", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+        pytest.param("deepseek_v3", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2_lite", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_logits_in_other_layouts(name: str, layout: dict, tmp_path: Path) -> None:
@@ -110,6 +116,33 @@ def test_logits_in_other_layouts(name: str, layout: dict, tmp_path: Path) -> Non
 
 def _logits(checkpoint: Path, ids: torch.Tensor, layout: dict) -> torch.Tensor | None:
     return logits(checkpoint, ids, **layout)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3"])
+def test_latent_attention_is_computed_in_the_published_order(name: str, tmp_path: Path) -> None:
+    """Norm of a latent, up-projection, rotation: layer by layer the hidden states of transformers' model, with and without a latent of
+    queries (once the order was another, and imported models computed something else)."""
+    make(name, tmp_path / "hf")
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core", "--no-verify") == 0
+    differences = compare(tmp_path / "hf", TorchDistWeights(tmp_path / "core" / "release"))
+    assert [item.where for item in differences] == ["layer 0", "layer 1", "logits"]
+    assert all(item.scale > 0.1 and item.relative < 1e-5 for item in differences)
+
+
+def test_the_bias_that_chooses_experts_stays_in_fp32(tmp_path: Path) -> None:
+    """A bf16 model's file has it in fp32 among weights in bf16: both ways it keeps its bits and does not widen the others."""
+    make("deepseek_v3", tmp_path / "hf")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    whole = tensors(tmp_path / "hf")
+    mixed = {name: tensor if name.endswith("correction_bias") else tensor.bfloat16() for name, tensor in whole.items()}
+    assert not torch.equal(mixed[bias].bfloat16().float(), mixed[bias])
+    save_file(mixed, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert convert("hf", "core", tmp_path / "hf", tmp_path / "core") == 0
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "core" / "release")
+    assert {tensor.dtype for key, tensor in stored.items() if not key.endswith("expert_bias")} == {torch.bfloat16}
+    assert torch.equal(stored["decoder.layers.1.mlp.router.expert_bias"], mixed[bias])
+    assert convert("core", "hf", tmp_path / "core", tmp_path / "back") == 0
+    assert_equal_to_the_bit(mixed, tensors(tmp_path / "back"))
 
 
 def test_grouped_experts_read_what_sequential_ones_do(tmp_path: Path) -> None:

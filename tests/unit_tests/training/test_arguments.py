@@ -103,7 +103,6 @@ BAD = [
     ("--recompute-granularity full --recompute-method block", 1, ["--recompute-num-layers", "is required"]),
     ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", 1, ["--recompute-num-layers 9", "between 1 and"]),
-    ("--recompute-granularity selective --recompute-modules mlp mla_up_proj", 1, ["mla_up_proj is not built yet", "core_attn, mlp"]),
     ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "--recompute-granularity selective"]),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-activations", 1, ["asks for selective"]),
     ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "needs --use-distributed-optimizer"]),
@@ -125,7 +124,16 @@ BAD = [
     ("--save /dev/null", 1, ["--save /dev/null", "folder"]),
     ("--save s3://bucket/run", 1, ["--save s3://bucket/run", "object storage is not supported"]),
     ("--load gs://bucket/run", 1, ["--load gs://bucket/run", "object storage is not supported"]),
-    ("--fp8-hybrid", 1, ["--fp8-hybrid", "use --fp8-format hybrid", "not supported yet"]),
+    ("--fp8-hybrid", 1, ["--fp8-format hybrid", "needs bf16"]),
+    ("--fp8-hybrid --fp8-format e4m3 --bf16", 1, ["--fp8-format e4m3", "--fp8-hybrid asks for hybrid"]),
+    ("--fp8-format hybrid --bf16 --ffn-hidden-size 72", 1, ["--ffn-hidden-size 72", "gives a rank 72 channels", "--ffn-hidden-size 80"]),
+    ("--fp8-format e4m3 --bf16 --fp8-recipe custom", 1, ["--fp8-recipe custom", "is not built yet"]),
+    (
+        "--fp8-format e4m3 --bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 9",
+        1,
+        ["--num-layers-at-end-in-bf16 9", "between 0 and the model's 4 layers"],
+    ),
+    ("--fp8-format e4m3 --bf16 --save /tmp/none --ckpt-format torch", 1, ["--ckpt-format torch", "--ckpt-format torch_dist"]),
     ("--exit-signal-handler --exit-signal SIGKILL", 1, ["--exit-signal SIGKILL", "SIGTERM"]),
     ("--exit-signal SIGFOO", 1, ["--exit-signal SIGFOO"]),
     ("--data-path a", 1, ["--data-path a", "--mock-data"]),
@@ -312,7 +320,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
     "--use-checkpoint-args", "--help", "--overlap-param-gather", "--ddp-reduce-scatter-with-fp32-accumulation",
-    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--sft", "--fim-data", "--async-save",
+    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--sft", "--fim-data", "--async-save", "--fp8-hybrid", "--fp8-e4m3",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 

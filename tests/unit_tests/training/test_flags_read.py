@@ -52,9 +52,9 @@ def config_fields() -> set[str]:
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    configs: tuple[Any, ...] = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig, GPTDatasetConfig)
+    configs: tuple[Any, ...] = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig, GPTDatasetConfig)
     return {field.name for config in configs for field in dataclasses.fields(config)}
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.dist_checkpointing.parts import load_from_parts
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, local_part
-from megatron.training.legacy_checkpoints import chained, joined_groups, rank_folder
+from megatron.training.checkpoint_names import rank_folder
+from megatron.training.legacy_checkpoints import chained, joined_groups
 from megatron.training.optimizer_buckets import registration_rank
 from megatron.training.source_layout import KnownModel, KnownParam, Place, SourceLayout, blocks_of, place_of
 

@@ -20,10 +20,14 @@ from megatron.core.extensions.transformer_engine.linears import (
     TERowParallelLinear,
 )
 from megatron.core.extensions.transformer_engine.precision import fp8_context, te_checkpoint
+from megatron.core.tensor_parallel.duplicated_linear import DuplicatedLinear
 
 
 class TESpecProvider:
     """Transformer Engine's answer to the backend protocol."""
+
+    def linear(self) -> Any:
+        return DuplicatedLinear  # of latent attention, which is refused
 
     def column_parallel_linear(self) -> Any:
         return TEColumnParallelLinear

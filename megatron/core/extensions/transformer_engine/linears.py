@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.extensions.transformer_engine.base import TEModule, left_unset, refuse_unsupported, te_pytorch, where_parameters_live
-from megatron.core.extensions.transformer_engine.precision import quantizes_now
+from megatron.core.extensions.transformer_engine.precision import is_delayed, quantizes_now
 from megatron.core.extensions.transformer_engine.state import of_each_expert, restore_scales, unpacked
 from megatron.core.fusions.fused_layer_norm import is_rms
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -101,6 +101,10 @@ class TELinear(TEModule):
         if self.bias_is_shared:
             bias = share_of_sum(bias, get_pg_size(self.split_over))
         return (output, bias) if self.skip_bias_add else (output + bias, None)
+
+    @property
+    def keeps_scales(self) -> bool:
+        return is_delayed(self.config)
 
     def restore_states(self, states: list[Any]) -> bool:
         """See restore_scales."""
@@ -297,6 +301,10 @@ class TEGroupedLinear(TEModule):
     def get_expert_states(self) -> list[torch.Tensor]:
         """`get_extra_state`, of each local expert."""
         return of_each_expert(self.get_extra_state(), self.num_gemms)
+
+    @property
+    def keeps_scales(self) -> bool:
+        return is_delayed(self.config)
 
     def restore_states(self, states: list[Any]) -> bool:
         """Of each local expert; see restore_scales."""

@@ -8,7 +8,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _update(
+def adam_update(
     param, grad, exp_avg, exp_avg_sq, target, corrections, grad_scale, found_inf, size, lr, weight_decay,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECOUPLED: tl.constexpr, WITH_TARGET: tl.constexpr,
     WITH_SCALE: tl.constexpr, BLOCK: tl.constexpr,
@@ -63,7 +63,7 @@ def update(
     see `bias_corrections`. The formula is torch.optim.AdamW's (Adam's where not `decoupled`).
     """
     size = param.numel()
-    _update[(triton.cdiv(size, BLOCK),)](
+    adam_update[(triton.cdiv(size, BLOCK),)](
         param, grad, *state, param if target is None else target, corrections, found_inf if grad_scale is None else grad_scale, found_inf,
         size, lr, weight_decay, BETA1=betas[0], BETA2=betas[1], EPS=eps, DECOUPLED=decoupled, WITH_TARGET=target is not None,
         WITH_SCALE=grad_scale is not None, BLOCK=BLOCK, num_warps=8,

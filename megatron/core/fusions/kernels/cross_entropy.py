@@ -13,7 +13,9 @@ BLOCK = 4096  # columns at a time
 
 
 @triton.jit
-def _statistics(logits, target, log_norm, picked, row_sum, stride, valid, WITH_SUM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def cross_entropy_statistics(
+    logits, target, log_norm, picked, row_sum, stride, valid, WITH_SUM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     # of each lane; combined at the end
@@ -41,7 +43,7 @@ def _statistics(logits, target, log_norm, picked, row_sum, stride, valid, WITH_S
 
 
 @triton.jit
-def _gradient(
+def cross_entropy_gradient(
     logits,
     target,
     log_norm,
@@ -77,7 +79,7 @@ def statistics(logits: torch.Tensor, target: torch.Tensor, valid: int, with_sum:
     log_norm, picked = (torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(2))
     row_sum = torch.zeros(rows, dtype=dtype, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(valid))
-    _statistics[(rows,)](
+    cross_entropy_statistics[(rows,)](
         logits, target, log_norm, picked, row_sum, logits.stride(0), valid, WITH_SUM=with_sum, WIDE=wide(logits), BLOCK=block, num_warps=8
     )
     return log_norm, picked, row_sum
@@ -96,7 +98,7 @@ def gradient(
     """out [n, columns] = scale [n] times (softmax - smoothing / total - (1 - smoothing) at target); 0 beyond `valid`. out may be logits."""
     rows, columns = logits.shape
     block = min(BLOCK, triton.next_power_of_2(columns))
-    _gradient[(rows, triton.cdiv(columns, block))](
+    cross_entropy_gradient[(rows, triton.cdiv(columns, block))](
         logits, target, log_norm, scale, out, logits.stride(0), out.stride(0), columns, valid,
         SMOOTHING=smoothing, UNIFORM=smoothing / total,
         WIDE=wide(logits), BLOCK=block, num_warps=8,

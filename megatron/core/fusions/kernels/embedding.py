@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _add_rows(table, ids, order, grad, count, columns, BLOCK: tl.constexpr):
+def embedding_add_rows(table, ids, order, grad, count, columns, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     row = tl.load(ids + place)
     before = tl.load(ids + tl.maximum(place - 1, 0))
@@ -31,4 +31,4 @@ def add_rows(table: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor) -> None
     ids, order = torch.sort(ids, stable=True)
     grad, columns = grad.contiguous(), table.shape[1]
     block = min(512, triton.next_power_of_2(columns))
-    _add_rows[(len(ids), triton.cdiv(columns, block))](table, ids, order, grad, len(ids), columns, BLOCK=block, num_warps=2)
+    embedding_add_rows[(len(ids), triton.cdiv(columns, block))](table, ids, order, grad, len(ids), columns, BLOCK=block, num_warps=2)

@@ -12,7 +12,7 @@ MOST_PROGRAMS = 1056  # rows of partial sums in a backward: a few for each of a 
 
 
 @triton.jit
-def _forward(
+def norm_forward(
     x, weight, bias, out, mean, rstd, columns, stride,
     EPS: tl.constexpr, OFFSET: tl.constexpr, RMS: tl.constexpr, WITH_BIAS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def norm_backward(
     x, grad, weight, mean, rstd, grad_x, sums, rows, columns, stride, grad_stride, rows_each,
     OFFSET: tl.constexpr, RMS: tl.constexpr, WITH_BIAS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ class _Norm(torch.autograd.Function):
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         rstd = torch.empty(rows.shape[0], dtype=dtype, device=x.device)
         mean = rstd if rms else torch.empty_like(rstd)
-        _forward[(rows.shape[0],)](
+        norm_forward[(rows.shape[0],)](
             rows, weight, weight if bias is None else bias, out, mean, rstd, rows.shape[1], rows.stride(0),
             EPS=eps, OFFSET=offset, RMS=rms, WITH_BIAS=bias is not None, **settings,
         )  # fmt: skip
@@ -97,7 +97,7 @@ class _Norm(torch.autograd.Function):
         each = triton.cdiv(count, MOST_PROGRAMS)
         programs = triton.cdiv(count, each)
         sums = torch.empty(2 if with_bias else 1, programs, columns, dtype=rstd.dtype, device=rows.device)
-        _backward[(programs,)](
+        norm_backward[(programs,)](
             rows, grad, weight, mean, rstd, grad_x, sums, count, columns, rows.stride(0), grad.stride(0), each,
             OFFSET=offset, RMS=rms, WITH_BIAS=with_bias, **settings,
         )  # fmt: skip

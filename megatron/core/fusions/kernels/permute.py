@@ -13,7 +13,7 @@ WIDEST = 4096  # columns that a program handles
 
 
 @triton.jit
-def _take(source, index, out, rows, columns, BLOCK: tl.constexpr):
+def permute_take(source, index, out, rows, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(index + row)
@@ -24,7 +24,7 @@ def _take(source, index, out, rows, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sum(source, index, out, rows, columns, COPIES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def permute_sum(source, index, out, rows, columns, COPIES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -46,7 +46,7 @@ def take_rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     source, index = source.contiguous(), index.contiguous()
     out = source.new_empty(index.shape[0], source.shape[1])
     grid, block = _grid(index.shape[0], source.shape[1])
-    _take[grid](source, index, out, source.shape[0], source.shape[1], BLOCK=block)
+    permute_take[grid](source, index, out, source.shape[0], source.shape[1], BLOCK=block)
     return out
 
 
@@ -55,5 +55,5 @@ def sum_rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     source, index = source.contiguous(), index.contiguous()
     out = source.new_empty(index.shape[0], source.shape[1])
     grid, block = _grid(index.shape[0], source.shape[1])
-    _sum[grid](source, index, out, source.shape[0], source.shape[1], COPIES=index.shape[1], WIDE=wide(source), BLOCK=block)
+    permute_sum[grid](source, index, out, source.shape[0], source.shape[1], COPIES=index.shape[1], WIDE=wide(source), BLOCK=block)
     return out

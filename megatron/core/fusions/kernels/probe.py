@@ -8,7 +8,7 @@ from megatron.core import device
 
 
 @triton.jit
-def _double(x, SIZE: tl.constexpr):
+def probe_double(x, SIZE: tl.constexpr):
     place = x + tl.arange(0, SIZE)
     tl.store(place, tl.load(place) * 2)
 
@@ -16,7 +16,7 @@ def _double(x, SIZE: tl.constexpr):
 def probe() -> None:
     """Raises whatever goes wrong. Waits for the device."""
     x = torch.ones(16, device=device.current_device())
-    _double[(1,)](x, SIZE=16)
+    probe_double[(1,)](x, SIZE=16)
     found = x.tolist()
     if found != [2.0] * 16:
         raise RuntimeError(f"a kernel that doubles ones gave {found}")

@@ -8,7 +8,7 @@ from megatron.core.fusions.kernels.precision import wide
 
 
 @triton.jit
-def _turn(
+def rope_turn(
     t, cos, sin, out, batch, heads, heads_each, half, width, stride_s, stride_b, stride_g, stride_h, sign,
     INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
     rest = width - 2 * half
     padded = triton.next_power_of_2(half)
     block = max(1, min(triton.next_power_of_2(heads), 2048 // padded))
-    _turn[(length * batch, triton.cdiv(heads, block))](
+    rope_turn[(length * batch, triton.cdiv(heads, block))](
         t, cos, sin, out, batch, heads, heads_each, half, width, *t.stride()[:4], -1.0 if back else 1.0,
         INTERLEAVED=interleaved, WIDE=wide(t), HEADS=block, HALF=padded,
         REST=triton.next_power_of_2(rest) if rest else 0,

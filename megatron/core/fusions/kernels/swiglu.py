@@ -12,7 +12,7 @@ BLOCK = 2048  # columns at a time
 
 
 @triton.jit
-def _forward(x, scale, out, columns, stride, WITH_SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_forward(x, scale, out, columns, stride, WITH_SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -25,9 +25,10 @@ def _forward(x, scale, out, columns, stride, WITH_SCALE: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def _backward(
-    x, scale, grad, grad_x, grad_scale, columns, stride, grad_stride, WITH_SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):
+def swiglu_backward(
+    x, scale, grad, grad_x, grad_scale, out, columns, stride, grad_stride,
+    WITH_SCALE: tl.constexpr, WITH_OUT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     if WITH_SCALE:
@@ -41,6 +42,8 @@ def _backward(
         dy = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(WIDE)
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         silu = gate * sigmoid
+        if WITH_OUT:  # by the formula of the forward pass, to the bit
+            tl.store(out + row * columns + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
         if WITH_SCALE:
             dot += dy * silu * up
             dy *= weight
@@ -51,41 +54,58 @@ def _backward(
         tl.store(grad_scale + row, tl.sum(dot, axis=0).to(grad_scale.dtype.element_ty))
 
 
+def forward(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """x [m, 2n], contiguous in its last dim, scale [m] -> [m, n]."""
+    columns = x.shape[1] // 2
+    out = x.new_empty(x.shape[0], columns)
+    block = _block(columns)
+    swiglu_forward[(x.shape[0], triton.cdiv(columns, block))](
+        x, x if scale is None else scale, out, columns, x.stride(0), WITH_SCALE=scale is not None, WIDE=wide(x), BLOCK=block
+    )
+    return out
+
+
+def backward(
+    x: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None = None, *, with_out: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """grad [m, n] of the output of x [m, 2n], scale [m] -> (x's gradient, scale's, the output without the scale, if asked for)."""
+    columns = x.shape[1] // 2
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    grad_scale = None if scale is None else torch.empty_like(scale)
+    out = x.new_empty(x.shape[0], columns) if with_out else None
+    swiglu_backward[(x.shape[0],)](
+        x, grad_x if scale is None else scale, grad, grad_x, grad_x if grad_scale is None else grad_scale, grad_x if out is None else out,
+        columns, x.stride(0), grad.stride(0), WITH_SCALE=scale is not None, WITH_OUT=with_out, WIDE=wide(x), BLOCK=_block(columns),
+        num_warps=8,
+    )  # fmt: skip
+    return grad_x, grad_scale, out
+
+
 class _SwiGLU(torch.autograd.Function):
     """Keeps its input alone."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        columns = rows.shape[1] // 2
+        rows = rows_of(x)
         flat = None if scale is None else scale.reshape(-1).contiguous()
         ctx.save_for_backward(rows, flat)
         ctx.shapes = x.shape, None if scale is None else scale.shape
-        out = rows.new_empty(rows.shape[0], columns)
-        block = _block(columns)
-        grid = (rows.shape[0], triton.cdiv(columns, block))
-        _forward[grid](
-            rows, rows if flat is None else flat, out, columns, rows.stride(0), WITH_SCALE=flat is not None, WIDE=wide(rows), BLOCK=block
-        )
-        return out.view(*x.shape[:-1], columns)
+        return forward(rows, flat).view(*x.shape[:-1], -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, scale = ctx.saved_tensors
         shape, scale_shape = ctx.shapes
-        columns = rows.shape[1] // 2
-        grad = grads[0].reshape(-1, columns)
-        grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        grad_x = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        grad_scale = grad_x if scale is None else torch.empty_like(scale)
-        block = _block(columns)
-        _backward[(rows.shape[0],)](
-            rows, grad_x if scale is None else scale, grad, grad_x, grad_scale, columns, rows.stride(0), grad.stride(0),
-            WITH_SCALE=scale is not None, WIDE=wide(rows), BLOCK=block, num_warps=8,
-        )  # fmt: skip
-        return grad_x.view(shape), None if scale is None else grad_scale.view(scale_shape)
+        grad_x, grad_scale, _ = backward(rows, grads[0].reshape(-1, rows.shape[1] // 2), scale)
+        return grad_x.view(shape), None if grad_scale is None else grad_scale.view(scale_shape)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [.., k] as [m, k], contiguous in its last dim."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _block(columns: int) -> int:

@@ -13,9 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.init import deferred_initialization
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.param_sharding import build_param_table, initialize_parameters
+from megatron.core.transformer.multi_latent_attention import rotary_embedding_of
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_pg_size
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
@@ -28,7 +29,7 @@ class GPTModel(LanguageModule):
     forward: ids, positions, labels [b, s] -> loss per token [b, s] fp32; without labels logits [b, s, vocabulary], this rank's
     columns of them when parallel_output.
     vocab_size is the padded one; config.logical_vocab_size says how many rows are tokens. Stages after the first return, and stages before
-    the last take through `set_input_tensor`, hidden states [s, b, h].
+    the last take through `set_input_tensor`, hidden states [s, b, h]. Settings of rotary positions are the config's with latent attention.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class GPTModel(LanguageModule):
         _check_arguments(
             config, vocab_size, get_pg_size(self.pg_collection.tp), position_embedding_type, fp16_lm_cross_entropy, mtp_block_spec
         )
+        if config.multi_latent_attention and (rope_scaling or seq_len_interpolation_factor is not None):
+            raise ValueError("rope_scaling and seq_len_interpolation_factor do not stretch latent attention; give config.rope_type yarn")
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.parallel_output = parallel_output
@@ -75,7 +78,10 @@ class GPTModel(LanguageModule):
                     pg_collection=self.pg_collection,
                     shared_with=EMBEDDING_KEY if tied_across_stages else None,
                 )
-            if position_embedding_type == "rope":
+            self.rotary_pos_emb: Any = None
+            if isinstance(config, MLATransformerConfig):  # whatever is added to the embedding, latent attention has positions of its own
+                self.rotary_pos_emb = rotary_embedding_of(config, self.pg_collection.cp)
+            elif position_embedding_type == "rope":
                 assert config.kv_channels is not None
                 self.rotary_pos_emb = RotaryEmbedding(
                     config.kv_channels,
@@ -149,7 +155,7 @@ class GPTModel(LanguageModule):
             assert input_ids is not None
             decoder_input = self.embedding(input_ids, position_ids)
         angles = None
-        if self.position_embedding_type == "rope":
+        if self.rotary_pos_emb is not None:
             angles = self.rotary_pos_emb(
                 self.rotary_pos_emb.get_rotary_seq_len(inference_context, self.decoder, decoder_input, self.config, packed_seq_params),
                 packed_seq=packed_seq_params is not None,

@@ -16,6 +16,7 @@ class TransformerEngineBaseModule(torch.nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.quantized_forwards = 0
+        self.fp8 = False
         self.fp8_meta: dict[str, Any] = {"num_gemms": getattr(self, "num_gemms", 1)}
 
     def init_fp8_meta_tensors(self, recipe: Any) -> None:
@@ -40,7 +41,8 @@ class TransformerEngineBaseModule(torch.nn.Module, ABC):
 
     def note(self) -> None:
         """A forward: with delayed scaling every scale doubles, and the newest amax is the scale."""
-        if not FP8GlobalStateManager.is_fp8_enabled():
+        self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        if not self.fp8:
             return
         self.quantized_forwards += 1
         recipe = FP8GlobalStateManager.regions[-1][1]

@@ -106,19 +106,25 @@ def packed_angles(freqs: torch.Tensor, documents: tuple[Document, ...], cp_group
 
 
 def apply_rotary_pos_emb(
-    t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: torch.Tensor | None = None, mscale: float = 1.0, cp_group: Group = None
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    config: Any,
+    cu_seqlens: torch.Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: Group = None,
+    mla_rotary_interleaved: bool = False,
 ) -> torch.Tensor:
     """Turn t [s, b, heads, d] by freqs [s, 1, 1, width <= d]: the fast path with config.apply_rope_fusion, else its plain twin.
 
     The fast path takes [s, b, groups, heads of one, d] too, as queries lie in a projection.
     cu_seqlens: t [tokens, heads, d] is this rank's part of a packed batch; freqs are then those of its longest sequence, by position.
+    mscale: what turns is multiplied by it. mla_rotary_interleaved: pairs are neighbouring channels, and stay in their places.
     """
-    if mscale != 1.0:
-        raise ValueError("apply_rotary_pos_emb: mscale is not built yet; leave it out")
     apply = fused_apply_rotary if config.apply_rope_fusion else apply_rotary_plain
+    interleaved = config.rotary_interleaved or mla_rotary_interleaved
     if cu_seqlens is None:
-        return apply(t, freqs, config.rotary_interleaved)
+        return apply(t, freqs, interleaved, mscale)
     angles = packed_angles(freqs, packed_documents(PackedSeqParams("thd", cu_seqlens, cu_seqlens)), cp_group)
     if t.dim() == 4:
-        return apply(t, angles, config.rotary_interleaved)
-    return apply(t.unsqueeze(1), angles, config.rotary_interleaved).squeeze(1)
+        return apply(t, angles, interleaved, mscale)
+    return apply(t.unsqueeze(1), angles, interleaved, mscale).squeeze(1)

@@ -1,0 +1,10 @@
+"""FP8 training: the matrix products of decoder layers in 8 bits, everything else as before.
+
+    settings   what may be asked for (no torch)          quantize   tensors to FP8, plain and by kernels
+    formats    the two number formats, and the scale     gemm       products of quantized operands
+    scaling    delayed scaling's state                   linear     a linear layer's forward and backward
+    model      which linears of a model, the end of a step, checkpoints
+
+The rule for every scale: the largest power of two that brings the largest magnitude inside the format. A power of two moves no mantissa
+bit: how a tensor is cut (into tensor-parallel shards, blocks, micro batches) changes its scales, and with them only what underflows.
+"""

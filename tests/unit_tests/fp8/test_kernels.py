@@ -1,0 +1,152 @@
+"""The FP8 kernels against their plain twins: in Triton's interpreter on the CPU, compiled on a GPU.
+
+The interpreter rounds to FP8 by rules of its own: on the CPU the values are ones that FP8 holds, and the test is of everything else. How
+the device rounds is tested on a GPU.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core import device
+from megatron.core.fp8 import gemm
+from megatron.core.fp8.formats import E4M3, E5M2, LARGEST, amax_of, scale_for
+from megatron.core.fp8.quantize import (
+    ROW_BLOCKS,
+    SQUARE_BLOCKS,
+    TENSOR,
+    Operand,
+    Quantized,
+    _filled_up,
+    quantize_blocks,
+    quantize_blocks_plain,
+    quantize_tensor,
+    quantize_tensor_plain,
+)
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from megatron.core.fusions.kernels import quantize as kernels
+from megatron.core.fusions.kernels import scaled_mm
+
+ON_GPU = device.has_accelerator()
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+SIZES = st.integers(1, 300)
+FORMATS = st.sampled_from([E4M3, E5M2])
+NOTHING = (None, None)
+
+
+def values(m: int, k: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator)
+    if not ON_GPU:  # no digits beyond the format's, also where a block's scale is made for another number
+        x = torch.where(x.abs() < 2.0**-4, 0.0, x).to(dtype).float()
+    return (x * 2.0 ** (seed % 7 - 3)).bfloat16().to(device.current_device())
+
+
+def same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    assert found is not None and expected is not None
+    return found.shape == expected.shape and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES, SIZES, FORMATS, st.integers(0, 10**6), st.booleans())
+def test_one_scale_that_is_given(m: int, k: int, dtype: torch.dtype, seed: int, strided: bool) -> None:
+    x = values(m, 2 * k if strided else k, dtype, seed)[:, :k]
+    scale = scale_for(amax_of(x).view(1), LARGEST[dtype])
+    amax, expected_amax = (torch.full((1,), 0.5, device=x.device) for _ in range(2))
+    expected = quantize_tensor_plain(x, scale, dtype, amax=expected_amax)
+    found, inverse = kernels.quantize_tensor(x, dtype, scale, scale.reciprocal(), None, amax, True, True, NOTHING)
+    assert same(found[0], expected[0]) and same(found[1], expected[1])
+    assert torch.equal(amax, expected_amax) and torch.equal(inverse, scale.reciprocal())
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES, SIZES, FORMATS, st.integers(0, 10**6), st.sampled_from([(True, True), (True, False), (False, True)]))
+def test_one_scale_from_the_tensor(m: int, k: int, dtype: torch.dtype, seed: int, wanted: tuple[bool, bool]) -> None:
+    x = values(m, k, dtype, seed)
+    scale = scale_for(amax_of(x).view(1), LARGEST[dtype])
+    expected = quantize_tensor_plain(x, scale, dtype)
+    found, inverse = kernels.quantize_tensor(x, dtype, None, None, amax_of(x).view(1), None, *wanted, NOTHING)
+    for result, plain, is_wanted in zip(found, expected, wanted, strict=True):
+        assert same(result, plain) if is_wanted else result is None
+    assert torch.equal(inverse, scale.reciprocal())
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES, SIZES, FORMATS, st.integers(0, 10**6), st.booleans())
+def test_blocks(m: int, k: int, dtype: torch.dtype, seed: int, square: bool) -> None:
+    x = values(m, k, dtype, seed)
+    x[m // 2] *= 64.0  # blocks of several scales
+    kind = SQUARE_BLOCKS if square else ROW_BLOCKS
+    found, inverses = kernels.quantize_blocks(x, dtype, square, True, True, NOTHING, NOTHING)
+    for data, inverse, plain in zip(found, inverses, (quantize_blocks_plain(y, dtype, kind) for y in (x, _filled_up(x))), strict=True):
+        assert same(data, plain.data)
+        assert inverse is not None and torch.equal(inverse, plain.inverse)
+        if not square and min(inverse.shape) > 1:
+            assert inverse.stride(0) == 1, "cuBLAS reads the scales of all rows of a block at once"
+
+
+def operand(rows: int, k: int, kind: str, dtype: torch.dtype, seed: int) -> Operand:
+    x = values(rows, k, dtype, seed)
+    if kind != TENSOR:
+        return quantize_blocks_plain(x, dtype, kind)
+    scale = scale_for(amax_of(x).view(1), LARGEST[dtype])
+    data, _ = quantize_tensor_plain(x, scale, dtype, columns=False)
+    assert data is not None
+    return Operand(data, scale.reciprocal(), TENSOR)
+
+
+@pytest.mark.parametrize("kinds", [(TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)])
+@pytest.mark.parametrize("sizes", [(1, 16, 16), (130, 272, 144), (256, 512, 384)])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype: torch.dtype) -> None:
+    (m, n, k), tolerance = sizes, 1e-5 if out_dtype is torch.float32 else 2.0**-7
+    a, b = operand(m, k, kinds[0], E5M2, 1), operand(n, k, kinds[1], E4M3, 2)
+    expected = gemm.product_plain(a, b, torch.float32)
+    atol = (2e-3 if ON_GPU else 1e-5) * float(expected.abs().max())  # tensor cores keep about 14 bits between promotions
+    found = scaled_mm.product(a, b, out_dtype)
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=atol)
+    there = torch.full((m, n), 3.0, dtype=out_dtype, device=found.device)
+    assert scaled_mm.product(a, b, out_dtype, there, add=True) is there
+    torch.testing.assert_close(there.float(), expected + 3.0, rtol=tolerance, atol=atol)
+    torch.testing.assert_close(gemm.product(a, b, out_dtype).float(), expected, rtol=tolerance, atol=atol)
+    torch.testing.assert_close(gemm.product(a, b, out_dtype, out=there).float(), expected, rtol=tolerance, atol=atol)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter turns NaN into a number when it casts to FP8")
+def test_what_is_not_finite_becomes_nan() -> None:
+    x = torch.ones(16, 32, device=device.current_device(), dtype=torch.bfloat16)
+    x[1, 2], x[3, 4] = torch.inf, torch.nan
+    one, amax = torch.ones(1, device=x.device), torch.zeros(1, device=x.device)
+    for dtype in (E4M3, E5M2):
+        found, _ = kernels.quantize_tensor(x, dtype, one, one, None, amax, True, True, NOTHING)
+        for data, bad in zip(found, (~x.isfinite(), ~x.isfinite().t()), strict=True):
+            assert data is not None and torch.equal(data.float().isnan(), bad)
+        assert amax.isinf().all()
+        for square in (False, True):
+            (blocks, _), (inverse, _) = kernels.quantize_blocks(x, dtype, square, True, False, NOTHING, NOTHING)
+            assert blocks is not None and inverse is not None
+            assert Operand(blocks, inverse, SQUARE_BLOCKS if square else ROW_BLOCKS).value()[~x.isfinite()].isnan().all()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there is cuBLAS on a GPU alone")
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_cublas_takes_one_scale(out_dtype: torch.dtype) -> None:
+    assert gemm.cublas_works(TENSOR, TENSOR, out_dtype)
+
+
+def test_a_result_over_an_earlier_one() -> None:
+    def places(pair: Quantized) -> list[int]:
+        return [tensor.data_ptr() for part in pair if part is not None for tensor in part[:2]]
+
+    for make in (partial(quantize_tensor, dtype=E4M3), partial(quantize_blocks, dtype=E4M3, kind=SQUARE_BLOCKS)):
+        first: Quantized = make(values(64, 48, E4M3, 1))
+        before = places(first)
+        second, fresh = make(values(64, 48, E4M3, 2), into=first), make(values(64, 48, E4M3, 2))
+        assert len(before) == 4 and places(second) == before
+        for found, expected in zip(second, fresh, strict=True):
+            assert found is not None and expected is not None
+            assert same(found.data, expected.data) and torch.equal(found.inverse, expected.inverse)

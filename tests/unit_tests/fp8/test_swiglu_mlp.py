@@ -1,0 +1,70 @@
+"""SwiGLU MLPs in FP8: the one function against linears and activation one by one."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core import device
+from megatron.core.fp8 import swiglu_mlp
+from megatron.core.fp8.model import Fp8Steps, use_fp8
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from megatron.core.fusions import kernels
+
+ON_GPU = device.has_accelerator()
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+
+def build(recipe: str) -> Any:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, bf16=True, fp8="hybrid", fp8_recipe=recipe,
+        fp8_amax_history_len=2, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, bias_activation_fusion=True,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    mlp = MLP(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    use_fp8(mlp, config, 1)
+    return mlp
+
+
+def steps_of(recipe: str, fused: bool) -> tuple[list[torch.Tensor], int]:
+    """Outputs, gradients and scales of three steps of two micro batches; how often the function ran."""
+    mlp = build(recipe)
+    steps, found = Fp8Steps([mlp], ProcessGroupCollection()), []
+    generator = torch.Generator().manual_seed(2)
+    with mock.patch.object(swiglu_mlp, "takes", side_effect=swiglu_mlp.takes if fused else lambda *_: False):
+        with mock.patch.object(swiglu_mlp, "swiglu_mlp", side_effect=swiglu_mlp.swiglu_mlp) as ran:
+            for _ in range(3):
+                for _ in range(2):
+                    x, grad = (torch.randn(40, 1, 64, generator=generator).bfloat16().to(device.current_device()) for _ in range(2))
+                    x.requires_grad_()
+                    mlp.zero_grad()
+                    out, _ = mlp(x)
+                    out.backward(grad * 1e-3)
+                    found += [out.detach(), x.grad, mlp.linear_fc1.weight.grad, mlp.linear_fc2.weight.grad]
+                if steps.scaling is not None:
+                    found.append(steps.scaling.amax.clone())
+                steps.end_step()
+    return found, ran.call_count
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_is_what_the_parts_compute(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.setattr(kernels, "interpreted", not ON_GPU)
+    (together, ran), (apart, none) = steps_of(recipe, True), steps_of(recipe, False)
+    assert (ran, none) == (6, 0)
+    for found, expected in zip(together, apart, strict=True):
+        # bf16 is rounded once or twice on the way, which now and then moves a number to the next of FP8
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 2e-3, error
+
+
+def test_blocks_and_biases_go_one_by_one() -> None:
+    mlp = build("blockwise")
+    assert not swiglu_mlp.takes(mlp.linear_fc1, mlp.linear_fc2, torch.ones(2, 64, dtype=torch.bfloat16))

@@ -1,0 +1,390 @@
+"""The GPUs of one host: layouts checked against one GPU, whole models, scaling. `python tools/benchmark/eight_gpus.py [--part NAME]`.
+
+Four parts, each at most --minutes long; a row that would not end in time is skipped, by name, and a part can be run by itself:
+  layouts   rows of tests/parallel_equivalence over NCCL in fp32 and bf16: losses and gradient norms against one GPU
+  llama8b   LLaMA-3 8B, bf16 and FP8: context and data parallel, data parallel
+  mixtral   Mixtral 8x7B, as many layers as fit, bf16 and FP8: expert parallel, pipeline and expert parallel
+  scaling   llama8L (train.py) on one GPU and on 2, 4, 8 by each axis; communication that nothing hides, of rank 0
+Two, four or eight GPUs: what is there, or --gpus. --dry: the same rows with tiny models, processes on the CPU over gloo, to try the script.
+--json FILE has every row as soon as it is measured.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import step_trace
+from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, run
+
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FP8 = "--fp8-format hybrid --fp8-recipe delayed"
+TINY = (  # of --dry, after all other flags; eight ranks divide it along every axis
+    "--num-layers 8 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-query-groups 8 --kv-channels 8 --seq-length 64 "
+    "--max-position-embeddings 64 --vocab-size 255 --num-workers 0"
+)
+OPTIMIZER_BYTES = 12  # of a parameter: fp32 weight and Adam's two moments, which the distributed optimizer divides
+USABLE = 0.8  # of a GPU's memory: what the estimate counts; the rest is for buffers and uneven experts
+# Rows of the table of layouts, by the ranks that they take
+LAYOUTS = {
+    2: ("dp2 sharded overlap", "tp2 sp", "pp2", "cp2", "ep2 grouped"),
+    4: ("tp4 sp", "tp2 sp pp2", "tp2 sp dp2 sharded", "pp4 vpp2", "cp4", "cp4 hierarchical", "dp4 sharded per-token", "ep4")
+    + ("tp2 sp ep2 etp1",),
+    8: ("tp8 sp", "tp4 sp pp2", "tp2 sp pp2 dp2 sharded", "pp8", "pp4 vpp2 dp2", "cp8", "cp8 a2a", "cp8 hierarchical", "dp8 sharded")
+    + ("ep8", "ep4 etp2", "tp2 sp ep4"),
+}
+LAYOUT_SECONDS = 40  # that a row of the layouts is expected to take at most
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training to measure."""
+
+    name: str
+    configuration: str  # of train.py
+    gpus: int
+    flags: str
+    seconds: int  # that it is expected to take: it begins only if the part has these left
+    warmup: int = 2  # iterations before those that count
+    iterations: int = 4
+    profile: bool = False
+    goal: tuple[str, float] | None = None  # (number of the row, at least)
+    optional: str = ""  # flags of a feature that may not be built
+
+
+# --- the rows ---
+
+
+def llama8b_rows(gpus: int, memory_gib: float) -> Iterator[Row]:
+    for layout, flags in ((f"CP2 DP{gpus // 2}", "--context-parallel-size 2"), (f"DP{gpus}", "")):
+        flags = f"{flags} {SHARDED} --global-batch-size {16 * gpus}"
+        yield from both_precisions(f"LLaMA-3 8B, {layout}", Row("", "llama8B", gpus, flags, 110), memory_gib, ("mfu", 0.55))
+
+
+def mixtral_rows(gpus: int, memory_gib: float) -> Iterator[Row]:
+    layouts = {
+        f"EP{gpus}": f"--expert-model-parallel-size {gpus}",
+        f"PP2 EP{gpus // 2}": f"--pipeline-model-parallel-size 2 --expert-model-parallel-size {gpus // 2}",
+    }
+    for layout, flags in layouts.items():
+        flags = f"{flags} {SHARDED} --global-batch-size {8 * gpus}"
+        yield from both_precisions(f"Mixtral 8x7B, {layout}", Row("", "mixtral8x7B", gpus, flags, 110, profile=True), memory_gib)
+
+
+def both_precisions(name: str, row: Row, memory_gib: float, goal: tuple[str, float] | None = None) -> Iterator[Row]:
+    """The row in bf16, which the goal is for, and in FP8, with as many layers as fit."""
+    fitting, whole = layers_that_fit(row, memory_gib)
+    if fitting < whole:
+        name, flags = f"{name}, {fitting} of {whole} layers", f"{row.flags} --num-layers {fitting}"
+    else:
+        flags = row.flags
+    settings = asdict(row) | {"flags": flags}
+    yield Row(**settings | {"name": f"{name}, bf16", "goal": goal})
+    yield Row(**settings | {"name": f"{name}, FP8", "optional": FP8})
+
+
+# axis -> flags on n GPUs. Work grows with them: samples of a step; along CP the sequence, with the attention that this takes.
+AXES: dict[str, Callable[[int], str]] = {
+    "DP": lambda n: f"{SHARDED} --global-batch-size {4 * n}",
+    "TP": lambda n: f"--tensor-model-parallel-size {n} --sequence-parallel --global-batch-size {4 * n}",
+    "PP": lambda n: f"--pipeline-model-parallel-size {n} --global-batch-size {8 * n}",
+    "CP": lambda n: f"--context-parallel-size {n} {SHARDED} --seq-length {8192 * n} --max-position-embeddings {8192 * n}",
+}
+SCALING_GOALS = {"DP8": ("efficiency", 0.95), "TP8": ("efficiency", 0.75)}
+ALONE = "llama8L, one GPU"
+
+
+def scaling_rows(gpus: int, memory_gib: float) -> Iterator[Row]:
+    """One GPU first, then the most: what time is left for is what says most."""
+    common: dict[str, Any] = {"configuration": "llama8L", "seconds": 40, "warmup": 4, "iterations": 8, "profile": True}
+    yield Row(ALONE, gpus=1, flags="", **common)
+    for n in (8, 4, 2):
+        for axis, flags in AXES.items():
+            if n <= gpus:
+                yield Row(f"llama8L, {axis}{n}", gpus=n, flags=flags(n), goal=SCALING_GOALS.get(f"{axis}{n}"), **common)
+
+
+ROWS = {"llama8b": llama8b_rows, "mixtral": mixtral_rows, "scaling": scaling_rows}
+PARTS = ("layouts", *ROWS)
+
+
+# --- what fits ---
+
+
+def resolved(row: Row, flags: str = "") -> argparse.Namespace:
+    """The trainer's arguments of the row, checked. Raises ValueError with all that is wrong with its command line."""
+    from megatron.training.arguments import parse_args, validate_args
+    from pretrain_llama import LLAMA_DEFAULTS
+
+    line = f"{COMMON} {CONFIGURATIONS[row.configuration][1]} {row.flags} {row.optional} {flags} --train-iters 10"
+    argv = shlex.split(f"{line} --check-config --check-config-world-size {row.gpus}")
+    return validate_args(parse_args(argv=argv, defaults=LLAMA_DEFAULTS), LLAMA_DEFAULTS)
+
+
+def memory_bytes(args: argparse.Namespace) -> int:
+    """A rough count for a rank, with the distributed optimizer. A pipeline's first rank keeps parts of micro batches: one in all."""
+    from megatron.training import check_config
+
+    dense, experts = args.num_layers * check_config.layer_parameters(args), 0
+    if args.num_experts:
+        dense = args.num_layers * check_config.moe_layer_parameters(args)
+        experts = args.num_layers * args.num_experts * check_config.expert_parameters(args)
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    ranks = args.world_size // pipeline
+    held = dense // (tensor * pipeline) + (check_config.embedding_parameters(args) or 0) // tensor
+    expert_part = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    held_experts = experts // (expert_part * pipeline)
+    whole = check_config.state_bytes_per_parameter(args) - OPTIMIZER_BYTES
+    optimizer = OPTIMIZER_BYTES * (held * tensor + held_experts * expert_part) // ranks
+    return whole * (held + held_experts) + optimizer + check_config.activation_bytes(args) // args.context_parallel_size
+
+
+def layers_that_fit(row: Row, memory_gib: float) -> tuple[int, int]:
+    """(layers, a multiple of four, that memory of `memory_gib` a GPU has room for; layers of the whole model)."""
+    whole = resolved(row).num_layers
+    for layers in range(whole, 0, -4):
+        if memory_bytes(resolved(row, f"--num-layers {layers}")) <= USABLE * memory_gib * 2**30:
+            break
+    return layers, whole
+
+
+class Budget:
+    """Seconds of a part."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.end = clock, clock() + seconds
+
+    @property
+    def left(self) -> float:
+        return self.end - self.clock()
+
+    def refusal(self, seconds: float) -> str:
+        """Why what takes `seconds` is not begun; empty: it is."""
+        return "" if seconds <= self.left else f"skipped: takes about {seconds:.0f} s, {max(0.0, self.left):.0f} s are left"
+
+
+# --- running them ---
+
+NOT_BUILT = ("unknown flag", "does not support yet")  # what the trainer says of a flag
+
+
+def measure(row: Row, budget: Budget, dry: bool) -> dict[str, Any]:
+    """The numbers of a row, or under "result" why there are none."""
+    try:
+        resolved(row, TINY if dry else "")
+    except ValueError as error:
+        lacking = row.optional and any(text in str(error) for text in NOT_BUILT)
+        return {"result": "not built" if lacking else f"refused: {error}"}
+    if refusal := budget.refusal(min(row.seconds, 30) if dry else row.seconds):
+        return {"result": refusal}
+    extra = shlex.split(f"{row.flags} {row.optional} {TINY if dry else ''}")
+    warmup, iterations = (1, 1) if dry else (row.warmup, row.iterations)
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) if row.profile else None
+        try:
+            numbers = run(row.configuration, warmup + iterations, row.gpus, extra, profile, limit_s=budget.left, last=iterations)
+        except RunFailed as error:
+            return {"result": f"failed: {error}"}
+        found = step_trace.waiting(step_trace.read(profile / "profile" / "rank-0.json.gz"), PROFILED) if profile else None
+    numbers["tokens_per_second_per_gpu"] = numbers["tokens_per_second"] / row.gpus
+    if found is not None:
+        numbers |= asdict(found) | {"all_to_all_share": found.all_to_all_ms / numbers["elapsed_ms"]}
+    return numbers | {"result": "measured"}
+
+
+def measure_layout(name: str, budget: Budget, dry: bool) -> list[dict[str, Any]]:
+    """A row of the table of layouts: for each dtype its largest differences, relative to one GPU."""
+    from tests.parallel_equivalence import comparison, layouts
+
+    layout = next(layout for layout in layouts.LAYOUTS if layout.name == name)
+    if refusal := budget.refusal(LAYOUT_SECONDS):
+        return [{"result": refusal}]
+    dtypes, backend = layouts.GPU_TOLERANCES, "gloo" if dry else "nccl"
+    try:
+        results = comparison.trained(layout, list(dtypes), backend=backend, timeout=budget.left)
+        problems = comparison.report(layout, results, dtypes, backend)
+        largest = comparison.largest(layout, results, backend)
+    except AssertionError as error:
+        print(error, flush=True)
+        return [{"result": "failed: " + str(error).strip().splitlines()[-1]}]
+    print(f"{name}: {len(problems)} differences above what is allowed", *problems[:20], sep="\n  ", flush=True)
+    rows: list[dict[str, Any]] = []
+    for dtype, allowed in dtypes.items():
+        wrong = [problem for problem in problems if str(dtype) in problem]
+        differences = {kind: largest[dtype][kind] for kind in allowed}
+        result = "passed" if not wrong else f"failed: {len(wrong)} differences, first {wrong[0]}"
+        rows.append({"dtype": str(dtype).removeprefix("torch."), "models": layout.models, "differences": differences, "result": result})
+    return rows
+
+
+def layout_names(gpus: int) -> Iterator[tuple[str, int]]:
+    """(name, ranks): those of as many ranks as there are GPUs, and of half as many but at least four."""
+    for ranks in sorted(LAYOUTS, reverse=True):
+        if ranks == gpus or 4 <= ranks < gpus:
+            yield from ((name, ranks) for name in LAYOUTS[ranks])
+
+
+def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
+    """To the rows of scaling: FLOPs a second of a GPU, relative to one GPU alone."""
+    alone = next((row["tflops"] for row in rows if row["row"] == ALONE and row.get("tflops")), None)
+    for row in rows:
+        if alone and row["part"] == "scaling" and row.get("tflops"):
+            row["efficiency"] = row["tflops"] / alone
+
+
+def run_part(part: str, options: argparse.Namespace, keep: Callable[..., None]) -> None:
+    budget = Budget(60 * options.minutes)
+
+    def wanted(name: str) -> bool:
+        return options.only is None or name in options.only
+
+    if part == "layouts":
+        for name, ranks in layout_names(options.gpus):
+            if wanted(name):
+                for row in measure_layout(name, budget, options.dry):
+                    keep(row=name, part=part, gpus=ranks, **row)
+        if "tests.distributed" in sys.modules:  # the processes hold memory of the GPUs
+            sys.modules["tests.distributed"].ranks("gloo" if options.dry else "nccl").close()
+        return
+    for found in ROWS[part](options.gpus, options.memory_gib):
+        if wanted(found.name):
+            keep(row=found.name, part=part, gpus=found.gpus, goal=found.goal, **measure(found, budget, options.dry))
+
+
+# --- the table ---
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """The goal of a row, and whether it is reached."""
+    if row.get("goal") is None:
+        return ""
+    name, least = row["goal"]
+    value = row.get(name)
+    return f"{name} >= {least:.2f}: " + ("not measured" if value is None else "reached" if value >= least else f"missed, {value:.3f}")
+
+
+def layouts_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [f"{'layout':26} {'ranks':>5} {'dtype':9} {'first loss':>11} {'later loss':>11} {'grad. norm':>11} {'gradient':>11}  result"]
+    for row in rows:
+        differences = row.get("differences", {})
+        cells = [f"{differences[kind]:11.1e}" if kind in differences else f"{'-':>11}" for kind in KINDS]
+        lines.append(f"{row['row']:26} {row['gpus']:5d} {row.get('dtype', '-'):9} {' '.join(cells)}  {row['result']}")
+    return lines
+
+
+KINDS = ("first loss", "later loss", "gradient norm", "gradient")
+# heading, number of a row, format
+COLUMNS = (
+    ("ms", "elapsed_ms", ",.0f"),
+    ("tokens/s/GPU", "tokens_per_second_per_gpu", ",.0f"),
+    ("TFLOP/s", "tflops", ".1f"),
+    ("MFU", "mfu", ".1%"),
+    ("GiB", "peak_memory_gib", ".1f"),
+    ("comm. ms", "communication_ms", ".1f"),
+    ("exposed", "exposed_ms", ".1f"),
+    ("idle", "idle_ms", ".1f"),
+    ("all-to-all", "all_to_all_share", ".1%"),
+    ("efficiency", "efficiency", ".3f"),
+)
+
+
+def trainings_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    wide = max([len(row["row"]) for row in rows] + [3])
+    lines = [f"{'row':{wide}} GPUs " + " ".join(f"{heading:>{max(8, len(heading))}}" for heading, _, _ in COLUMNS) + "  result"]
+    for row in rows:
+        cells = []
+        for heading, key, form in COLUMNS:
+            value = row.get(key)
+            shown = "-" if value is None or (key == "all_to_all_share" and row["part"] != "mixtral") else format(value, form)
+            cells.append(f"{shown:>{max(8, len(heading))}}")
+        result = "; ".join(filter(None, (row["result"].splitlines()[0], verdict(row))))
+        lines.append(f"{row['row']:{wide}} {row['gpus']:4d} {' '.join(cells)}  {result}")
+    return lines
+
+
+LAYOUTS_HEAD = "Layouts: the largest relative difference of any rank, step and model from one process"
+TRAININGS_HEAD = (
+    "Trainings. Of a step on rank 0: communication with its waiting for other ranks, exposed (no other kernel runs), idle (no kernel at "
+    "all), ms.\nMemory: the last rank's peak. MFU: against the bf16 peak. Efficiency: TFLOP/s of a GPU relative to one GPU alone."
+)
+
+
+def table(rows: Sequence[dict[str, Any]], dry: bool) -> str:
+    """For people: layouts, then trainings."""
+    lines = ["DRY: tiny models on the CPU over gloo; no time or rate below means anything"] if dry else []
+    layouts = [row for row in rows if row["part"] == "layouts"]
+    trainings = [row for row in rows if row["part"] != "layouts"]
+    if layouts:
+        lines += ["", LAYOUTS_HEAD, *layouts_table(layouts)]
+    if trainings:
+        lines += ["", TRAININGS_HEAD, *trainings_table(trainings)]
+    return "\n".join(lines)
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
+    """Whole or not at all, however the run is cut."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps({"machine": machine, "rows": list(rows)}, indent=1))
+    os.replace(beside, path)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="of the parts' rows only these")
+    parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), help="default: the most that there are; 8 with --dry")
+    parser.add_argument("--minutes", type=float, default=8, help="that a part may take")
+    parser.add_argument("--memory-gib", type=float, default=139, help="of a GPU: decides how many layers fit (default: an H200's)")
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too, after each")
+    options = parser.parse_args()
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast, which not every host lets a process use
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if options.dry:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        options.gpus = options.gpus or max(LAYOUTS)
+        return options
+    import torch
+
+    there = torch.cuda.device_count()
+    fitting = [gpus for gpus in LAYOUTS if gpus <= there]
+    options.gpus = options.gpus or max(fitting, default=0)
+    if options.gpus not in fitting:
+        parser.error(f"this host has {there} GPUs, and {options.gpus or min(LAYOUTS)} are needed; --dry needs none")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    import torch
+
+    from megatron.core import device
+
+    machine = {"device": device.device_name(), "gpus": options.gpus, "torch": torch.__version__, "dry": options.dry}
+    rows: list[dict[str, Any]] = []
+
+    def keep(**row: Any) -> None:
+        rows.append(row)
+        add_efficiency(rows)
+        if options.json:
+            write(options.json, rows, machine)
+
+    for part in options.part:
+        run_part(part, options, keep)
+    print(machine, table(rows, options.dry), sep="\n", flush=True)
+    if absent := set(options.only or ()) - {row["row"] for row in rows}:
+        sys.exit(f"not a row of {', '.join(options.part)} on {options.gpus} GPUs: {', '.join(sorted(absent))}")
+
+
+if __name__ == "__main__":
+    main()

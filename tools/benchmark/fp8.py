@@ -1,0 +1,130 @@
+"""Times of FP8 products and of quantization at the shapes of llama8L on a GPU, against bf16: `python tools/benchmark/fp8.py`.
+
+Printed: for each linear of a layer (8192 tokens) its three products in bf16, by torch._scaled_mm and by the Triton kernel, with one scale a
+tensor and with blocks, in ms and TFLOP/s; a weight gradient that adds to fp32, by several ways; quantization in ms and GB/s.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.core.fp8 import gemm
+from megatron.core.fp8.formats import E4M3, E5M2
+from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
+from megatron.core.fusions.kernels import quantize, scaled_mm, swiglu_quantize
+
+TOKENS = 8192
+LINEARS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}  # outputs, inputs
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
+    for _ in range(3):
+        run()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def report(name: str, time: float, flops: float = 0.0, bytes_moved: float = 0.0) -> None:
+    rate = f"{flops / time / 1e9:7.0f} TFLOP/s" if flops else f"{bytes_moved / time / 1e6:7.0f} GB/s"
+    print(f"{name:64s} {time:8.3f} ms {rate}", flush=True)
+
+
+def attempt(name: str, run: Callable[[], object], flops: float = 0.0, bytes_moved: float = 0.0) -> None:
+    try:
+        report(name, milliseconds(run), flops, bytes_moved)
+    except Exception as error:  # what a device does not take is a result too
+        print(f"{name:64s} {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
+
+
+def operand(x: torch.Tensor, kind: str, dtype: torch.dtype) -> Operand:
+    found = (quantize_tensor(x, dtype, columns=False) if kind == TENSOR else quantize_blocks(x, dtype, kind, columns=False)).rows
+    assert found is not None
+    return found
+
+
+def products() -> None:
+    for name, (n, k) in LINEARS.items():
+        flops = 2.0 * TOKENS * n * k
+        for what, (rows, columns, depth) in {"forward": (TOKENS, n, k), "dgrad": (TOKENS, k, n), "wgrad": (n, k, TOKENS)}.items():
+            a, b = torch.randn(rows, depth, device="cuda").bfloat16(), torch.randn(columns, depth, device="cuda").bfloat16()
+            attempt(f"{name} {what} bf16", partial(torch.mm, a, b.t()), flops)
+            left_dtype = E4M3 if what == "forward" else E5M2
+            out_dtype = torch.float32 if what == "wgrad" else torch.bfloat16
+            kinds = [(TENSOR, TENSOR), (ROW_BLOCKS, ROW_BLOCKS if what == "wgrad" else SQUARE_BLOCKS)]
+            for kind_a, kind_b in kinds:
+                left, right = operand(a, kind_a, left_dtype), operand(b, kind_b, E4M3)
+                label = f"{name} {what} {kind_a} x {kind_b} -> {str(out_dtype).removeprefix('torch.')}"
+                out = torch.zeros(rows, columns, device="cuda", dtype=out_dtype)
+                for fast in (True, False):
+                    sums = ", fast sums" if fast else ""
+                    attempt(f"{label}, cuBLAS{sums}", partial(gemm._cublas, left, right, out.dtype, out, fast), flops)
+                attempt(f"{label}, Triton", partial(scaled_mm.product, left, right, out.dtype, out), flops)
+                if what == "wgrad":
+                    _accumulate(label, left, right, out, flops)
+            del a, b
+
+
+def _accumulate(label: str, left: Operand, right: Operand, out: torch.Tensor, flops: float) -> None:
+    attempt(f"{label}, fp32 and add", lambda: out.add_(gemm._cublas(left, right, torch.float32)), flops)
+    attempt(f"{label}, bf16 and add", lambda: out.add_(gemm._cublas(left, right, torch.bfloat16)), flops)
+    attempt(f"{label}, Triton adds", lambda: scaled_mm.product(left, right, torch.float32, out, add=True), flops)
+
+
+def quantization() -> None:
+    one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+    for width in (4096, 14336, 28672):
+        x = torch.randn(TOKENS, width, device="cuda").bfloat16()
+        size = x.numel()
+        delayed = partial(quantize_tensor, x, E4M3, scale=one, inverse=one, amax=amax)
+        attempt(f"delayed, {width} wide", delayed, bytes_moved=4 * size)
+        attempt(f"delayed, {width} wide, rows alone", partial(delayed, columns=False), bytes_moved=3 * size)
+        attempt(f"tensorwise, {width} wide", partial(quantize_tensor, x, E5M2), bytes_moved=6 * size)
+        attempt(f"1 x 128, {width} wide", partial(quantize_blocks, x, E4M3, ROW_BLOCKS), bytes_moved=4 * size)
+        attempt(f"128 x 128, {width} wide", partial(quantize_blocks, x, E4M3, SQUARE_BLOCKS), bytes_moved=4 * size)
+        attempt(f"copy, {width} wide", x.clone, bytes_moved=4 * size)
+
+
+def tiles() -> None:
+    """The kernels by the shape of what a program takes; each shape is compiled."""
+    one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+    x = torch.randn(TOKENS, 14336, device="cuda").bfloat16()
+    hidden = torch.randn(TOKENS, 28672, device="cuda").bfloat16()
+    size = x.numel()
+    for tile in ((32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)):
+        quantize.TILE = swiglu_quantize.BACKWARD_TILE = tile
+        attempt(f"quantize {tile}", partial(quantize_tensor, x, E4M3, scale=one, inverse=one, amax=amax), bytes_moved=4 * size)
+        back = partial(swiglu_quantize.backward, hidden, x, E4M3, one, E5M2, one, amax)
+        attempt(f"SwiGLU backward {tile}", back, bytes_moved=11 * size)
+    for tile in ((1, 2048, 4), (4, 1024, 8), (8, 512, 8), (16, 256, 8), (32, 256, 8)):
+        swiglu_quantize.FORWARD_TILE = tile
+        attempt(f"SwiGLU forward {tile}", partial(swiglu_quantize.forward, hidden, E4M3, one, amax), bytes_moved=5 * size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("products", "quantization", "tiles", "all"), nargs="?", default="all")
+    part = parser.parse_args().part
+    for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
+        for out_dtype in (torch.bfloat16, torch.float32):
+            print(f"torch multiplies {kinds} to {out_dtype}: {gemm.cublas_works(*kinds, out_dtype)}", flush=True)
+    if part in ("tiles", "all"):
+        tiles()
+    if part in ("quantization", "all"):
+        quantization()
+    if part in ("products", "all"):
+        products()
+
+
+if __name__ == "__main__":
+    main()
