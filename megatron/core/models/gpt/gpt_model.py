@@ -110,7 +110,7 @@ class GPTModel(LanguageModule):
             return None
         assert config.kv_channels is not None
         settings = (rotary_percent, config.rotary_interleaved, *stretched, config.use_cpu_initialization)
-        return RotaryEmbedding(config.kv_channels, *settings, cp_group=cp_group)
+        return RotaryEmbedding(config.kv_channels, *settings, cp_group=cp_group)  # type: ignore[misc]  # mypy counts none of `stretched`
 
     def _build_output_layer(self, tied_across_stages: bool) -> ColumnParallelLinear:
         """The projection to the vocabulary; without a weight of its own where the embedding of this chunk lends it."""
