@@ -174,6 +174,26 @@ def test_files_are_those_that_training_writes(corpus: Path, tmp_path: Path, mode
             assert same, (name, key)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (LAYERS, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+        ("--num-layers 3", "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2"),
+        (EXPERTS, f"{TP2} --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
+    ],
+)
+def test_both_formats_of_a_run_hold_one_model(corpus: Path, tmp_path: Path, model: str, layout: str) -> None:
+    """Interleaved stages, uneven ones, and experts with another tensor size: legacy files become the torch_dist that the run would save."""
+    for name in ("torch", "torch_dist"):
+        result = on_ranks(2, *on(corpus, model, layout, f"--ckpt-format {name} --save {tmp_path / name} --exit-interval 2"))
+        assert result.code == 0, result.err
+    assert convert("torch", "core", tmp_path / "torch", tmp_path / "core") == 0
+    found, expected = (load_plain_tensors(tmp_path / name / "iter_0000002") for name in ("core", "torch_dist"))
+    assert found.keys() == {key for key in expected if not key.startswith("optimizer.")}
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
 def test_training_goes_on_from_every_format(corpus: Path, tmp_path: Path) -> None:
     """A run's weights in torch_dist, as legacy files of two layouts and back: where the run stands is kept, its optimizer is not."""
     run = train(*on(corpus, LAYERS, f"--save {tmp_path / 'run'} --exit-interval 2"))
