@@ -281,7 +281,7 @@ def _restore(
     state = state_from(common, iteration) if taken.position else TrainState()
     problems = refusals(taken, saved, args) + _missing_parts(taken, common, checkpoint)
     schedule = ""
-    if taken.position and scheduler is not None:
+    if taken.schedule and scheduler is not None:
         own, stored_schedule = scheduler.state_dict(), common.get("opt_param_scheduler")
         try:
             _restore_schedule(scheduler, stored_schedule, state)
