@@ -297,7 +297,7 @@ def _restore(
         for problem in refusals(taken, saved, args):
             print_rank_0(f"WARNING: {problem}")
     schedule = ""
-    if taken.position and scheduler is not None:
+    if taken.schedule and scheduler is not None:
         own, stored_schedule = scheduler.state_dict(), common.get("opt_param_scheduler")
         try:
             _restore_schedule(scheduler, stored_schedule, state)
