@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.fp8.model import Fp8Steps, use_fp8
+from megatron.core.fp8.model import Fp8Steps, recipe_problem, use_fp8
 from megatron.core.fp8.quantize import Operand
 from megatron.core.fp8.scaling import GRADIENT, INPUT, WEIGHT
 from megatron.core.fp8.settings import RECIPES
@@ -250,3 +250,16 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(recipe: str, sequence_p
         if states:
             assert torch.equal(split[-2], alone[-2])
             close(split[-1], alone[-1])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "said"),
+    [("mxfp8", (9, 0), "needs a GPU of compute capability 10.0"), ("delayed", (8, 0), "has 8.0; leave fp8 out"), ("delayed", (9, 0), "")],
+)
+def test_recipes_that_a_gpu_has_not_are_refused(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], said: str
+) -> None:
+    monkeypatch.setattr(device, "has_accelerator", lambda: True)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    monkeypatch.setattr(device, "device_name", lambda: "this GPU")
+    assert said in (recipe_problem(recipe) or "") and (recipe_problem(recipe) is None) == (not said)
