@@ -22,7 +22,8 @@ EXTRA_STATE = "_extra_state"
 def use_fp8(layer: torch.nn.Module, config: Any, layer_number: int) -> None:
     """Give the linears of a decoder layer (numbered over the whole model from 1) to FP8, as its config says; not those of routed experts.
 
-    Raises ValueError for a linear whose sizes on this rank FP8 products do not take, and for a recipe that this device has not.
+    Another backend's linears are its own matter. Raises ValueError for a linear whose sizes on this rank FP8 products do not take, and for
+    a recipe that this device has not.
     """
     settings = fp8_settings(config, layer_number - 1)
     if settings is None:

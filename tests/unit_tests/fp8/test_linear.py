@@ -203,6 +203,8 @@ def test_which_layers_and_which_linears() -> None:
     with pytest.raises(ValueError, match=r"multiples of 16: 0 \(40, 64\)"):
         odd = torch.nn.ModuleList([ColumnParallelLinear(HIDDEN, 40, config=config, init_method=torch.nn.init.zeros_)])
         use_fp8(odd, config, 3)
+    with pytest.raises(ValueError, match="layer 3 has no linears of the local backend; transformer_impl 'local' works"):
+        use_fp8(torch.nn.Linear(HIDDEN, HIDDEN), config, 3)
 
 
 def _on_two_ranks(recipe: str, sequence_parallel: bool) -> list[torch.Tensor]:
