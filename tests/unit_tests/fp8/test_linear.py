@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.fp8.model import Fp8Steps, recipe_problem, use_fp8
+from megatron.core.fp8.model import Fp8Steps, fp8_linears, recipe_problem, use_fp8
 from megatron.core.fp8.quantize import Operand
 from megatron.core.fp8.scaling import GRADIENT, INPUT, WEIGHT
 from megatron.core.fp8.settings import RECIPES
@@ -203,8 +203,10 @@ def test_which_layers_and_which_linears() -> None:
     with pytest.raises(ValueError, match=r"multiples of 16: 0 \(40, 64\)"):
         odd = torch.nn.ModuleList([ColumnParallelLinear(HIDDEN, 40, config=config, init_method=torch.nn.init.zeros_)])
         use_fp8(odd, config, 3)
-    with pytest.raises(ValueError, match="layer 3 has no linears of the local backend; transformer_impl 'local' works"):
-        use_fp8(torch.nn.Linear(HIDDEN, HIDDEN), config, 3)
+    foreign = torch.nn.Linear(HIDDEN, HIDDEN)
+    foreign.fp8 = False  # type: ignore[assignment]  # as Transformer Engine's modules have it
+    use_fp8(foreign, config, 3)
+    assert not list(fp8_linears(torch.nn.ModuleList([foreign]))) and [name for name, _ in fp8_linears(part)] == []
 
 
 def _on_two_ranks(recipe: str, sequence_parallel: bool) -> list[torch.Tensor]:
