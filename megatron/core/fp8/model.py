@@ -12,7 +12,7 @@ from megatron.core.fp8.scaling import joined
 from megatron.core.fp8.settings import ALIGNMENT, fp8_settings
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.param_sharding import is_expert, layers_are_stacked, mapped_key
+from megatron.core.tensor_parallel.param_sharding import build_param_table, is_expert
 from megatron.core.utils import get_pg_rank, unwrap_model
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,8 @@ EXTRA_STATE = "_extra_state"
 def use_fp8(layer: torch.nn.Module, config: Any, layer_number: int) -> None:
     """Give the linears of a decoder layer (numbered over the whole model from 1) to FP8, as its config says; not those of routed experts.
 
-    Raises ValueError for a linear whose sizes on this rank FP8 products do not take, and for a recipe that this device has not.
+    Another backend's linears are its own matter. Raises ValueError for a linear whose sizes on this rank FP8 products do not take, and for
+    a recipe that this device has not.
     """
     settings = fp8_settings(config, layer_number - 1)
     if settings is None:
@@ -100,20 +101,15 @@ def extra_states(module: torch.nn.Module, prefix: str, groups: ProcessGroupColle
     """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    layers = {name: part for name, part in module.named_modules() if hasattr(part, "sharded_state_dict_keys_map")}
+    stateful = [(name, part.fp8.scaling) for name, part in fp8_linears(module) if part.fp8.scaling is not None]
+    table = build_param_table(module) if stateful else {}
+    replica = (0, get_pg_rank(groups.tp), get_pg_rank(groups.dp_cp))
     found: dict[str, Any] = {}
-    for name, part in fp8_linears(module):
-        if part.fp8.scaling is None:
-            continue
-        inside = next(layer for layer in layers if name.startswith(f"{layer}.") or not layer)
-        layer = layers[inside]
-        stack, index = inside.rpartition(".")[0], layer.layer_number - 1
-        own = mapped_key(f"{name[len(inside) :].lstrip('.')}.{EXTRA_STATE}", layer.sharded_state_dict_keys_map)
-        stacked = layers_are_stacked(layer.config)
-        key = f"{stack}.{own}".lstrip(".") if stacked else f"{stack}.{index}.{own}".lstrip(".")
-        count, place = (layer.config.num_layers, index) if stacked else (1, 0)
-        replica = (0, get_pg_rank(groups.tp), get_pg_rank(groups.dp_cp))
-        found[f"{prefix}{name}.{EXTRA_STATE}"] = ShardedObject(prefix + key, part.fp8.scaling.state(), (count,), (place,), replica)
+    for name, scaling in stateful:
+        record = table[f"{name}.weight"]
+        count, place = (record.num_layers, record.layer) if record.stacked else (1, 0)
+        key = prefix + record.key.removesuffix("weight") + EXTRA_STATE
+        found[f"{prefix}{name}.{EXTRA_STATE}"] = ShardedObject(key, scaling.state(), (count,), (place or 0,), replica)
     return found
 
 

@@ -114,7 +114,8 @@ def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype
     torch.testing.assert_close(there.float(), expected + 3.0, rtol=tolerance, atol=atol)
     there.fill_(3.0)
     gemm.add_product(there, a, b)
-    torch.testing.assert_close(there.float(), expected + 3.0, rtol=tolerance, atol=atol)
+    twin = torch.full_like(there, 3.0) + gemm.product_plain(a, b, out_dtype)
+    torch.testing.assert_close(there, twin, rtol=tolerance, atol=atol)
     torch.testing.assert_close(gemm.product(a, b, out_dtype).float(), expected, rtol=tolerance, atol=atol)
     torch.testing.assert_close(gemm.product(a, b, out_dtype, out=there).float(), expected, rtol=tolerance, atol=atol)
 

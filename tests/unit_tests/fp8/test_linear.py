@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.fp8.model import Fp8Steps, use_fp8
+from megatron.core.fp8.model import Fp8Steps, fp8_linears, recipe_problem, use_fp8
 from megatron.core.fp8.quantize import Operand
 from megatron.core.fp8.scaling import GRADIENT, INPUT, WEIGHT
 from megatron.core.fp8.settings import RECIPES
@@ -203,6 +203,10 @@ def test_which_layers_and_which_linears() -> None:
     with pytest.raises(ValueError, match=r"multiples of 16: 0 \(40, 64\)"):
         odd = torch.nn.ModuleList([ColumnParallelLinear(HIDDEN, 40, config=config, init_method=torch.nn.init.zeros_)])
         use_fp8(odd, config, 3)
+    foreign = torch.nn.Linear(HIDDEN, HIDDEN)
+    foreign.fp8 = False  # type: ignore[assignment]  # as Transformer Engine's modules have it
+    use_fp8(foreign, config, 3)
+    assert not list(fp8_linears(torch.nn.ModuleList([foreign]))) and [name for name, _ in fp8_linears(part)] == []
 
 
 def _on_two_ranks(recipe: str, sequence_parallel: bool) -> list[torch.Tensor]:
@@ -250,3 +254,16 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(recipe: str, sequence_p
         if states:
             assert torch.equal(split[-2], alone[-2])
             close(split[-1], alone[-1])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "said"),
+    [("mxfp8", (9, 0), "needs a GPU of compute capability 10.0"), ("delayed", (8, 0), "has 8.0; leave fp8 out"), ("delayed", (9, 0), "")],
+)
+def test_recipes_that_a_gpu_has_not_are_refused(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], said: str
+) -> None:
+    monkeypatch.setattr(device, "has_accelerator", lambda: True)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    monkeypatch.setattr(device, "device_name", lambda: "this GPU")
+    assert said in (recipe_problem(recipe) or "") and (recipe_problem(recipe) is None) == (not said)

@@ -254,7 +254,12 @@ def test_a_linear_that_takes_swiglu_over(monkeypatch: pytest.MonkeyPatch, dtype:
         linear.weight.main_grad, linear.weight.main_grad_filled = torch.empty_like(linear.weight), False
         x, grad = rand(5, 2, 80).to(dtype).requires_grad_(), rand(5, 2, 24).to(dtype)
         kept: list[tuple[int, ...]] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(tuple(t.shape)) or t, lambda t: t):  # type: ignore[func-returns-value,misc]
+
+        def keep(tensor: torch.Tensor, kept: list[tuple[int, ...]] = kept) -> torch.Tensor:
+            kept.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = (linear(x, activation) if activation else linear(bias_swiglu_impl(x, None)))[0]
         assert any(shape[-1] == 40 for shape in kept) == (activation is None)
         out.backward(grad)
