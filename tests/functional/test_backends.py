@@ -52,3 +52,25 @@ def test_both_write_the_same_tensors(corpus: Path, tmp_path: Path) -> None:
     for name, backend in (("local", LOCAL), ("te", TE)):
         run(corpus, flags, backend, f"--save {tmp_path / name}")
     assert_equal_tensors(*(checkpoint_tensors(tmp_path / name, 1) for name in ("local", "te")))
+
+
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe delayed --hidden-size 64 --ffn-hidden-size 128"
+NO_SCALES = "FP8: no scales that fit in the checkpoint: they begin as in a new run"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        (f"{TE} {FP8}", f"{TE} {FP8}", False),
+        (f"{LOCAL} --bf16 --ffn-hidden-size 128", f"{TE} {FP8}", True),
+        (f"{TE} {FP8}", f"{LOCAL} --bf16 --ffn-hidden-size 128", False),
+        pytest.param(f"{LOCAL} {FP8}", f"{TE} {FP8}", True, marks=pytest.mark.slow),
+        pytest.param(f"{TE} {FP8}", f"{LOCAL} {FP8}", False, marks=pytest.mark.slow),
+    ],
+)
+def test_scales_go_on_where_there_are_any_and_else_start_anew(corpus: Path, tmp_path: Path, first: str, second: str, note: bool) -> None:
+    """CKPT-24 across precisions."""
+    run(corpus, LLAMA, first, f"--exit-interval 2 --save {tmp_path} --save-interval 2")
+    resumed = run(corpus, LLAMA, second, f"--load {tmp_path}")
+    assert resumed.column("iteration") == [3, 4]
+    assert (NO_SCALES in resumed.out) == note, resumed.out
