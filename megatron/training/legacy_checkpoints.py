@@ -148,8 +148,9 @@ def _mapped(path: Path) -> Any:
 
 def _is_copy(rank: Rank, sharding: Any, name: str, key: str) -> bool:
     """Whether another rank's file has the same values: of replicated tensors the first rank's are read."""
-    tensor, _, expert = rank
-    tied = name == "output_layer.weight" != key
+    tensor, stage, expert = rank
+    # the last stage has the embedding again where it is the output layer, or where multi-token prediction embeds tokens
+    tied = name == "output_layer.weight" != key or (key == "embedding.word_embeddings.weight" and stage > 0)
     return tied or (tensor > 0 and not sharding.is_split) or (expert > 0 and not sharding.is_expert)
 
 
