@@ -354,6 +354,10 @@ def change_tensors(folder: Path, change) -> None:
     save_file(found, folder / "model.safetensors", {"format": "pt"})
 
 
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 SPOILED = {
     "unknown family": (
@@ -371,6 +375,7 @@ SPOILED = {
     "tied, with another head": (lambda folder: change_config(folder, tie_word_embeddings=True), "lm_head.weight is not the embedding"),
     "integers": (lambda folder: change_tensors(folder, lambda found: found.update({UP: torch.zeros(48, 32).char()})), "is of type I8"),
     "damaged file": (lambda folder: (folder / "model.safetensors").write_bytes(b"\x10" * 40), "is damaged"),
+    "cut off file": (lambda folder: cut_off(folder / "model.safetensors"), "lies beyond its end"),
     "pickled weights": (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "save_pretrained()"),
     "quantized": (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quantized"),
     "rope that we lack": (lambda folder: change_config(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}), "'yarn'"),

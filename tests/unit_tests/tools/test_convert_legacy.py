@@ -242,7 +242,7 @@ SPOILED = {
     "a tensor too few": (lambda folder: spoil_file(folder, lambda file: file["model"].pop(QKV)), "linear_qkv.weight"),
     "a tensor too many": (lambda folder: spoil_file(folder, lambda file: file["model"].update(extra=torch.zeros(3))), "extra"),
     "another shape": (lambda folder: spoil_file(folder, lambda file: file["model"].update({QKV: torch.zeros(5, 32)})), "(5, 32)"),
-    "another type": (lambda folder: spoil_file(folder, lambda file: file["model"].update({QKV: torch.zeros(64, 32).half()})), "several"),
+    "another type": (lambda folder: spoil_file(folder, lambda file: file["model"].update({QKV: torch.zeros(32, 32).half()})), "several"),
     "no such checkpoint": (lambda folder: (folder.parent / "latest_checkpointed_iteration.txt").write_text("7"), "iter_0000007"),
 }  # fmt: skip
 
