@@ -10,7 +10,6 @@ from functools import cache
 import torch
 
 from megatron.core import device
-from megatron.core.fp8 import cublaslt
 from megatron.core.fp8.quantize import TENSOR, Operand, quantize_blocks, quantize_tensor
 from megatron.core.fp8.settings import ALIGNMENT
 from megatron.core.fusions.kernels import kernels_run_on
@@ -36,20 +35,6 @@ def product(a: Operand, b: Operand, out_dtype: torch.dtype, *, out: torch.Tensor
             return scaled_mm.product(a, b, out_dtype, out)
     result = product_plain(a, b, out_dtype)
     return result if out is None else out.copy_(result)
-
-
-def add_product(out: torch.Tensor, a: Operand, b: Operand) -> None:
-    """out [m, n] += a [m, k] times b [n, k] transposed; out fp32 or bf16, contiguous."""
-    if _cublas_adds(out, a, b):
-        cublaslt.add_product(out, a, b)
-    else:
-        out.add_(product(a, b, out.dtype))
-
-
-def _cublas_adds(out: torch.Tensor, a: Operand, b: Operand) -> bool:
-    if not device.on_accelerator(out) or a.kind != TENSOR or b.kind != TENSOR or out.dtype is not torch.float32:
-        return False
-    return _cublas_takes(a, b, out.dtype) and cublaslt.works()
 
 
 def _cublas_takes(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
