@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import group_identity
 from megatron.core.process_groups_config import default_pg_collection
 from megatron.core.tensor_parallel.param_sharding import build_param_table
 from megatron.core.tensor_parallel.random import EXPERT_RNG, get_cuda_rng_tracker
+from megatron.core.transformer.extra_state import extra_state_objects
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_pg_rank, unwrap_model
 from megatron.training.checkpoint_formats import StoredCheckpoint
@@ -232,6 +233,7 @@ def contents_of(
         "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
     }
     for (name, shards), chunk in zip(model_state(model).items(), model, strict=True):
+        shards |= extra_state_objects(chunk)
         own = {item.unique_key for item in shards.values() if isinstance(item, ShardedObject)}
         contents[name] = shards | {key: item for key, item in empty_extra_states(chunk).items() if key not in own}
     if state.data_order is not None:

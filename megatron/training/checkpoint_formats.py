@@ -28,6 +28,9 @@ class StoredCheckpoint(Protocol):
     def objects(self, key: str) -> list[ShardedObject]:
         """The objects stored as `key`, in the grid of the layout that wrote them."""
 
+    def load_objects(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """The data of the ShardedObjects of `wanted`; None where there are none. Called by every rank."""
+
     def open_tensors(self, model: list[torch.nn.Module], with_optimizer: bool) -> Collection[str]:
         """Keys of the stored tensors; called by every rank, before `load`."""
 
@@ -55,6 +58,9 @@ class TorchDist:
 
     def objects(self, key: str) -> list[ShardedObject]:
         return dist_checkpointing.stored_objects(self.folder, key)
+
+    def load_objects(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        return dist_checkpointing.load(wanted, self.folder, strict=False)
 
     def open_tensors(self, model: list[torch.nn.Module], with_optimizer: bool) -> Collection[str]:
         stored = dist_checkpointing.load_tensors_metadata(self.folder)
@@ -96,6 +102,9 @@ class Legacy:
 
     def objects(self, key: str) -> list[ShardedObject]:
         return self.checkpoint.objects(key)
+
+    def load_objects(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        return {name: {} for name in wanted}  # they stand under one rank's names
 
     def open_tensors(self, model: list[torch.nn.Module], with_optimizer: bool) -> Collection[str]:
         self.parts = self.checkpoint.parts(model, with_optimizer)

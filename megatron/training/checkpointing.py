@@ -47,6 +47,7 @@ from megatron.training.checkpoint_names import (
     read_metadata,
 )
 from megatron.training.checkpoint_strategies import save_strategy
+from megatron.training.extra_state import restore_extra_state
 from megatron.training.phase import phase
 from megatron.training.resume_checks import Taken, refusals
 from megatron.training.resume_report import report, schedule_report
@@ -296,7 +297,7 @@ def _restore(
         for problem in refusals(taken, saved, args):
             print_rank_0(f"WARNING: {problem}")
     schedule = ""
-    if taken.position and scheduler is not None:
+    if taken.schedule and scheduler is not None:
         own, stored_schedule = scheduler.state_dict(), common.get("opt_param_scheduler")
         try:
             _restore_schedule(scheduler, stored_schedule, state)
@@ -352,6 +353,7 @@ def _read(
     if taken.optimizer and unrounds:
         checkpoint.load({"optimizer": main_params_of_weights(wanted, stored)})
     fp8_checkpoint.restore(model, loaded)
+    restore_extra_state(checkpoint, model)
     if optimizer is not None:
         if taken.optimizer:
             optimizer.load_common_state_dict(common["optimizer"])

@@ -67,7 +67,7 @@ def _data_lists(args: argparse.Namespace) -> list[list[str] | None]:
 def train_iterations(args: argparse.Namespace) -> int:
     """Iterations of the whole run: --train-iters, or as many whole global batches as --train-samples has, of whichever sizes."""
     if args.train_samples is None:
-        return args.train_iters
+        return args.iteration if args.train_iters is None else args.train_iters  # None: with --skip-train
     sizes = build_num_microbatches_calculator(*microbatches_calculator_args(args))
     iterations = consumed = 0
     while True:

@@ -1,6 +1,7 @@
 """Writing Megatron-LM's legacy `torch` format: the file of one model-parallel rank, as legacy_checkpoints.py describes it.
 
-Names and order of parameters are Megatron-LM's own of its `local` layers: a reader numbers the optimizer's states by that order.
+Names and order of parameters are Megatron-LM's own of its `local` layers, or of Transformer Engine's: a reader numbers the optimizer's
+states by that order.
 """
 
 import os
@@ -47,6 +48,8 @@ def file_entries(chunk: torch.nn.Module) -> Iterator[FileEntry]:
                 yield FileEntry(f"{prefix}{name}", f"{prefix}{name}", buffer.detach())
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             yield FileEntry(f"{prefix}_extra_state", None, None)
+        elif type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield FileEntry(f"{prefix}_extra_state", None, module.get_extra_state())
         elif path == "decoder.final_layernorm":
             yield FileEntry(f"{prefix}_extra_state", None, torch.empty(0, dtype=torch.uint8))
 

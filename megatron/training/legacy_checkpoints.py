@@ -151,7 +151,9 @@ def _is_copy(rank: LegacyFile, sharding: Any, name: str, key: str) -> bool:
     """Whether another rank's file has the same values: of replicated tensors the first rank's are read."""
     if sharding.is_expert:
         return rank.expert_tensor > 0 and not sharding.is_split
-    return name == "output_layer.weight" != key or not rank.first_of_dense or (rank.tensor > 0 and not sharding.is_split)
+    # the last stage has the embedding again where it is the output layer, or where multi-token prediction embeds tokens
+    tied = name == "output_layer.weight" != key or (key == "embedding.word_embeddings.weight" and rank.stage > 0)
+    return tied or not rank.first_of_dense or (rank.tensor > 0 and not sharding.is_split)
 
 
 def rank_parameters(file: Mapping[str, Any]) -> Named:

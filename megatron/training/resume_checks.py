@@ -50,27 +50,38 @@ _TOLD_SECTIONS = (
 class Taken:
     """What a run takes from a checkpoint beside the weights.
 
-    position: iteration, samples and schedule. weights_alone: the flag or the kind of checkpoint for which it takes nothing else, "" where
-    it goes on.
+    position: iteration and samples. why_not: the flag, or the kind of checkpoint, for which a run takes less than it could, "" where single
+    flags decide.
     """
 
     optimizer: bool
     random_states: bool
+    schedule: bool
     position: bool
-    weights_alone: str = ""
+    why_not: str = ""
 
     @classmethod
     def by_flags(cls, args: argparse.Namespace, weights_alone: str, has_optimizer: bool = True) -> "Taken":
+        """weights_alone: why nothing but the weights is taken, "" where the run goes on."""
         if weights_alone:
-            return cls(False, False, False, weights_alone)
-        return cls(has_optimizer and not args.no_load_optim, not args.no_load_rng, True)
+            return cls(False, False, False, False, weights_alone)
+        if args.skip_train:  # nothing is stepped: a line to evaluate with need not describe the training
+            return cls(False, False, False, True, "--skip-train")
+        return cls(has_optimizer and not args.no_load_optim, not args.no_load_rng, True, True)
 
-    def reset(self) -> list[str]:
-        """What begins anew, each with the flag that says so."""
-        if self.weights_alone:
-            return [f"optimizer, random states, schedule, position ({self.weights_alone})"]
-        found = [] if self.optimizer else ["optimizer (--no-load-optim)"]
-        return found if self.random_states else [*found, "random states (--no-load-rng)"]
+    def restored(self) -> str:
+        return self._names(True)
+
+    def reset(self) -> str:
+        """What begins anew, with the flags that say so; "" for nothing."""
+        if self.why_not:
+            return f"{self._names(False)} ({self.why_not})"
+        flags = [(self.optimizer, "optimizer (--no-load-optim)"), (self.random_states, "random states (--no-load-rng)")]
+        return ", ".join(text for is_taken, text in flags if not is_taken)
+
+    def _names(self, taken: bool) -> str:
+        parts = {"optimizer": self.optimizer, "random states": self.random_states, "schedule": self.schedule, "position": self.position}
+        return ", ".join([*(["weights"] if taken else []), *(name for name, is_taken in parts.items() if is_taken == taken)])
 
 
 def refusals(taken: Taken, saved: Saved, args: argparse.Namespace) -> list[str]:

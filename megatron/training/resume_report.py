@@ -13,10 +13,9 @@ def report(
     folder: Path, iteration: int, taken: Taken, saved: Mapping[str, Any], args: argparse.Namespace, schedule: str, state: TrainState
 ) -> str:
     """Lines for rank 0 to print. `saved`: the checkpoint's arguments; `schedule`: of `schedule_report`."""
-    parts = [("optimizer", taken.optimizer), ("random states", taken.random_states), ("schedule and position", taken.position)]
-    lines = [f"restored: {', '.join(['weights', *(name for name, restored in parts if restored)])}"]
+    lines = [f"restored: {taken.restored()}"]
     if taken.reset():
-        lines.append(f"reset: {', '.join(taken.reset())}")
+        lines.append(f"reset: {taken.reset()}")
     if schedule:
         lines.append(schedule)
     if changed := list(changed_flags(saved, args)):

@@ -331,7 +331,7 @@ def test_no_load_optim_keeps_position_and_schedule(corpus: Path, tmp_path: Path)
     assert fresh.column("iteration") == whole.column("iteration") == [5, 6, 7, 8]
     assert fresh.column("lr") == whole.column("lr")
     assert fresh.losses()[0] == whole.losses()[0] and fresh.losses()[2] != whole.losses()[2]
-    assert "restored: weights, random states, schedule and position" in fresh.out and "reset: optimizer (--no-load-optim)" in fresh.out
+    assert "restored: weights, random states, schedule, position" in fresh.out and "reset: optimizer (--no-load-optim)" in fresh.out
 
 
 def test_a_checkpoint_at_the_end_of_its_schedule(corpus: Path, tmp_path: Path) -> None:

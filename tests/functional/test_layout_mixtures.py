@@ -107,7 +107,7 @@ EXPERT_MOVES = {
 }
 LATENT_MOVES: dict[str, tuple[str, ...]] = {"tp2 sp": ("sharded",), "one": ("tp2 sp pp2 dp2 ep2 recompute",)}
 MOVES_OF = {"moe": EXPERT_MOVES, "deepseek": LATENT_MOVES}
-FAST = {("gpt", "tp2 sp pp2", "pp2 dp2 sharded"), ("moe", "one", "ep2 sharded"), ("deepseek", "tp2 sp", "sharded")}
+FAST = {("gpt", "tp2 sp pp2", "pp2 dp2 sharded"), ("moe", "one", "ep2 sharded")}
 LATER = "--train-iters 4 --save-interval 2"
 
 

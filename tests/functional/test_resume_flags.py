@@ -40,7 +40,7 @@ def told(result: Result) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines[:count])
 
 
-ALL = "weights, optimizer, random states, schedule and position"
+ALL = "weights, optimizer, random states, schedule, position"
 NOTHING = "optimizer, random states, schedule, position"
 # flags -> iterations that follow, and what the report says
 TABLE: dict[str, tuple[str, list[int], dict[str, str]]] = {
@@ -49,12 +49,12 @@ TABLE: dict[str, tuple[str, list[int], dict[str, str]]] = {
     "no_load_optim": (
         f"{MORE} --no-load-optim",
         [5, 6],
-        {"restored": "weights, random states, schedule and position", "reset": "optimizer (--no-load-optim)"},
+        {"restored": "weights, random states, schedule, position", "reset": "optimizer (--no-load-optim)"},
     ),
     "no_load_rng": (
         f"{MORE} --no-load-rng --no-load-optim",
         [5, 6],
-        {"restored": "weights, schedule and position", "reset": "optimizer (--no-load-optim), random states (--no-load-rng)"},
+        {"restored": "weights, schedule, position", "reset": "optimizer (--no-load-optim), random states (--no-load-rng)"},
     ),
     "finetune": (
         "--finetune",
@@ -112,6 +112,20 @@ def test_a_release_gives_weights_alone(corpus: Path, released: Path) -> None:
     result = train(*on(corpus), f"--load {released} --weight-decay 0.3")
     assert told(result)["reset"] == f"{NOTHING} (a release)" and result.column("iteration") == [1, 2, 3, 4]
     assert result.losses() == train(*on(corpus), f"--load {released} --finetune --weight-decay 0.3").losses()
+
+
+def test_a_line_that_only_evaluates_need_not_describe_the_training(corpus: Path, tmp_path: Path) -> None:
+    """Nor need the checkpoint hold more than weights."""
+    held_out = "--eval-iters 2 --eval-interval 4"
+    trained = train(*on(corpus), f"{held_out} --save {tmp_path} --no-save-optim --no-save-rng")
+    base = re.sub("--(train-iters|lr|min-lr|lr-decay-style|clip-grad|weight-decay) [^ ]+ ?", "", TINY)
+    result = train(*on(corpus), f"{held_out} --skip-train --load {tmp_path}", base=base)
+    report = told(result)
+    assert report["restored"] == "weights, position" and report["reset"] == "optimizer, random states, schedule (--skip-train)"
+    last = {row["evaluation"]: row["lm_loss"] for row in trained.evaluations}
+    assert {row["evaluation"] for row in result.evaluations} == set(last) and result.steps == []
+    assert [row["iteration"] for row in result.evaluations] == [4] * len(result.evaluations)
+    assert result.evaluations[-1]["lm_loss"] == last["test"], "the same samples of the test data"
 
 
 def test_a_pretrained_checkpoint_begins_a_run_that_then_goes_on(corpus: Path, saved: Path, tmp_path: Path) -> None:

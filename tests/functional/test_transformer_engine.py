@@ -7,6 +7,7 @@ import torch
 
 from megatron.core import device
 from megatron.core.optional_imports import available
+from tests import fake_te
 from tests.functional.runner import TINY, Result, checkpoint_tensors, on, torchrun, train
 
 GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not available("transformer_engine"), reason="Transformer Engine is not installed"),
 ]
 
+assert fake_te, "imports the real package before torch's cuDNN is loaded"
 # heads of 64 and a vocabulary of 512, so that every kernel and FP8 take the shapes
 SHAPE = (
     "--hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 128 --max-position-embeddings 128 --bf16 --train-iters 5 "

@@ -184,7 +184,7 @@ LAYOUTS = (
     Layout("cp2 ep2", cp=2, ep=2, cp_comm_type="p2p", config=GROUPED, models=EXPERTS, microbatches=2, fast=True),
     Layout("tp2 sp ep2 pp2 vpp2", tp=2, sp=True, pp=2, vpp=2, dp=2, ep=2, config=GROUPED, models=("moe",), microbatches=2),
     # latent attention
-    Layout("tp2 latent", tp=2, models=("mla",), fast=True),
+    Layout("tp2 latent", tp=2, models=("mla",)),
     Layout("tp2 sp latent", tp=2, sp=True, models=("mla",), fast=True),
     Layout("tp2 sp latent experts", tp=2, sp=True, config=A2A, models=LATENT, microbatches=2),
     Layout("pp2 latent", pp=2, models=("mla",), layers=4, microbatches=4),

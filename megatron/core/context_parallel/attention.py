@@ -93,7 +93,7 @@ def _features(mask: Mask, packed: bool, attention_mask: bool) -> list[str]:
     return [feature for feature, wanted in asked.items() if wanted]
 
 
-def _of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Tensors whose last dimensions differ, filled with zeros to the widest: messages and kernels have one width. Zeros add nothing to
     scores, and make columns of the output that are cut off."""
     widest = max(tensor.shape[-1] for tensor in tensors)
@@ -144,7 +144,7 @@ class ContextParallelAttention:
         self._check_mask(attention_mask, len(query), sequence)
         geometry = Geometry(documents, self.rank, self.size, mask, attention_mask)
         width = value.shape[-1]
-        query, key, value = _of_one_width(query, key, value)
+        query, key, value = of_one_width(query, key, value)
         out = self.attention(query, key, value, _Request(geometry, self.scale, choose_kernel(self.backend, query, key), alone))
         return out[..., :width]
 

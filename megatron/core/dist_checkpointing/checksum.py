@@ -1,8 +1,9 @@
 """The checksum of what a checkpoint stores: as fast as memory, where CRC-32 alone takes longer than a warm read. No torch.
 
 On disk (ours): "algorithm" in `checksums.json` is a name of ALGORITHMS. The checksum of some bytes by `crc32-of-sums` is the CRC-32 of
-sums: of each MiB, seen as rows of 512 little-endian 64-bit words (the last row filled up with zeros), all rows' sums, then all columns'
-sums, modulo 2^64. Whatever changes the words of one row or one column alone, and any change of up to three words of a MiB, changes a sum.
+sums: of each half MiB, seen as rows of 512 little-endian 64-bit words (the last row filled up with zeros), all rows' sums, then all
+columns' sums, modulo 2^64. Whatever changes the words of one row or one column alone, and any change of up to three words of such a block,
+changes a sum.
 """
 
 import zlib
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 2**20  # bytes that are summed at a time; they fit the cache
+BLOCK = 2**19  # bytes that are summed at a time; they fit the cache
 ROW = 4096  # bytes
 
 

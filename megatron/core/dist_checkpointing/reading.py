@@ -24,7 +24,10 @@ from .planners import ShardedLoadPlanner
 from .safe_pickle import load_pickle, tensor_within
 
 READERS = 2  # threads
+AHEAD = 4  # items that the system is told of before they are read
 LARGEST_READ = 2**30  # bytes; Linux reads at most 2 GiB at a time
+
+Item = tuple[tuple[str, int, int], list[ReadItem]]  # (file, start, length) of what is stored, and who wants it
 
 
 class Reader(dcp.FileSystemReader):
@@ -57,22 +60,26 @@ class Reader(dcp.FileSystemReader):
         for request in plan.items:
             info = self.storage_data[request.storage_index]
             wanted.setdefault((info.relative_path, info.offset, info.length), []).append(request)
+        items = sorted(wanted.items(), key=lambda entry: entry[0])
+        turns = iter(range(len(items)))
         # Two threads: one copies to where it belongs what it has read and checked, while the other reads.
-        items = iter(sorted(wanted.items(), key=lambda entry: entry[0]))
         with ThreadPoolExecutor(READERS) as pool:
-            for outcome in [pool.submit(self._read_items, items, planner) for _ in range(READERS)]:
+            for outcome in [pool.submit(self._read_items, items, turns, planner) for _ in range(READERS)]:
                 outcome.result()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_items(self, items: Iterator[tuple[tuple[str, int, int], list[ReadItem]]], planner: LoadPlanner) -> None:
+    def _read_items(self, items: list[Item], turns: Iterator[int], planner: LoadPlanner) -> None:
         memory = memoryview(bytearray(0))  # used again for every item: new memory costs more than reading into it
-        for (name, start, length), requests in items:
+        for turn in turns:
+            (name, start, length), requests = items[turn]
             path = Path(self.path) / name
             parts = parts_within(self.parts.get(name, []), start, length)
             with open(path, "rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)  # all of it is under way when the first is there
+                for (other, at, size), _ in items[turn : turn + AHEAD] if turn == 0 else items[turn + AHEAD - 1 : turn + AHEAD]:
+                    if other == name:  # the disk has it under way when its turn comes
+                        os.posix_fadvise(file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
                 if len(parts) == 3 and _read_in_place(file, path, parts, requests, planner):
                     continue
                 if len(memory) < length:

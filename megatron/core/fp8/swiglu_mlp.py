@@ -21,6 +21,8 @@ from megatron.core.tensor_parallel.weight_grad import weight_grad
 def takes(fc1: Any, fc2: Any, x: torch.Tensor) -> bool:
     """Whether these linears and this input are for `swiglu_mlp`."""
     if not all(isinstance(getattr(linear, "fp8", None), Fp8Linear) and linear.bias is None for linear in (fc1, fc2)):
+        return False  # Transformer Engine's have a bool of that name
+    if not fc2.input_is_parallel:
         return False
     settings = fc1.fp8.settings
     return settings.recipe in ("delayed", "tensorwise") and settings.wgrad and x.dtype is torch.bfloat16 and kernels_run_on(x)

@@ -10,7 +10,8 @@ experts' under mlp.experts.experts.linear_fc1.weight, with a dimension of expert
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -247,6 +248,21 @@ def buffer_table(model_chunk: Any) -> dict[str, ParamRecord]:
     model = unwrap_model(model_chunk)
     layers = _layers_of(model)
     return {name: _record_of(name, buffer, layers) for name, buffer in model.named_buffers() if hasattr(buffer, "sharding")}
+
+
+def state_records(model_chunk: Any) -> dict[str, list[ParamRecord]]:
+    """`<module>._extra_state` -> record of its place in a checkpoint, for modules that keep more than parameters; one for each expert that
+    the module holds. The records' `param` is none."""
+    model = unwrap_model(model_chunk)
+    layers, found = _layers_of(model), {}
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is torch.nn.Module.get_extra_state:
+            continue
+        own = [param.sharding for name, param in module.named_parameters(recurse=False) if name.startswith("weight")]
+        places = [replace(replicated(()), is_expert=one.is_expert, experts=one.experts) for one in own] or [replicated(())]
+        name = f"{path}._extra_state"
+        found[name] = [_record_of(name, SimpleNamespace(sharding=place), layers) for place in places]
+    return found
 
 
 def _layers_of(model: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
-from megatron.core.context_parallel.attention import ContextParallelAttention
+from megatron.core.context_parallel.attention import ContextParallelAttention, of_one_width
 from megatron.core.context_parallel.block_plan import Mask, make_mask
 from megatron.core.context_parallel.combinations import comm_type_of_layer, unsupported
 from megatron.core.context_parallel.partial_attention import Geometry
@@ -241,8 +241,11 @@ class DotProductAttention(MegatronModule):
         if causal and (hidden is not None or tokens != keys):
             triangle = causal_mask(tokens, keys, query.device)
             hidden, causal = triangle if hidden is None else hidden | triangle, False
+        width = value.shape[-1]
+        if self.backend is AttnBackend.flash:  # has one width alone; of the others auto finds one that takes two
+            query, key, value = of_one_width(query, key, value)
         with self._kernels():
-            return F.scaled_dot_product_attention(
+            out = F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
@@ -252,6 +255,7 @@ class DotProductAttention(MegatronModule):
                 scale=self.softmax_scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
+        return out[..., :width]
 
     def _kernels(self) -> AbstractContextManager:
         if self.backend is not AttnBackend.auto:

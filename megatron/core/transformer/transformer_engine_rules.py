@@ -8,8 +8,8 @@ from megatron.core.context_parallel.combinations import comm_types_of
 
 PRECISIONS = ("e4m3", "hybrid")
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-# The last: its residual is the norm's output, which stays inside of the linear that contains the norm.
-_LOCAL_ALONE = ("tp_comm_overlap", "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm")
+# The third: its residual is the norm's output, which stays inside of the linear that contains the norm.
+_LOCAL_ALONE = ("tp_comm_overlap", "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "multi_latent_attention")
 # Selective recompute runs these parts again outside of the region in which linears quantize.
 _WITH_LINEARS = ("mlp", "moe", "shared_experts")
 
@@ -17,7 +17,7 @@ _WITH_LINEARS = ("mlp", "moe", "shared_experts")
 def transformer_engine_problems(config: Any, num_moe_experts: int | None) -> Iterator[BrokenRule]:
     """What `config` (a TransformerConfig, or flags of the same names) asks for beyond that."""
     for name in _LOCAL_ALONE:
-        if getattr(config, name, False):  # the command line has no flag for the last
+        if getattr(config, name, False):  # some are no flags
             yield BrokenRule(name, "is not built for transformer_impl transformer_engine; transformer_impl local has it", False)
     if config.pipeline_schedule == "zero-bubble":
         rule = "zero-bubble excludes transformer_impl transformer_engine, whose linears compute all gradients at once"
@@ -37,9 +37,6 @@ def _fp8_problems(config: Any, num_moe_experts: int | None) -> Iterator[BrokenRu
     if recipe not in RECIPES:
         rule = f"is not built for transformer_impl transformer_engine, whose recipes here are {', '.join(RECIPES)}"
         yield BrokenRule("fp8_recipe", rule, "tensorwise")
-    if getattr(config, "fp8_param", False):
-        rule = "is not built for transformer_impl transformer_engine: weights are kept in 16 bits and quantized where they are used"
-        yield BrokenRule("fp8_param", rule, False)
     if num_moe_experts and not config.moe_grouped_gemm:
         rule = "with fp8 and transformer_impl transformer_engine needs moe_grouped_gemm, which pads each expert's rows to what fp8 takes"
         yield BrokenRule("num_moe_experts", rule)

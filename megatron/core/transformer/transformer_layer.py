@@ -128,7 +128,8 @@ class TransformerLayer(MegatronModule):
         if self.is_moe_layer:
             self.mlp.set_layer_number(layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
-        use_fp8(self, config, layer_number)
+        if submodules.precision_context is None:
+            use_fp8(self, config, layer_number)
         self.graphs = LayerGraphs(self, config, vp_stage or 0) if config.cuda_graph_impl == "local" else None
         if config.recomputes("layernorm") and all(isinstance(n, IdentityOp) for n in (self.input_layernorm, self.pre_mlp_layernorm)):
             raise ValueError(

@@ -115,6 +115,42 @@ def test_each_byte_is_written_and_read_once(tmp_path: Path) -> None:
         assert torch.equal(whole["w3"], state_of(0)["w3"].data) and whole["own"].shape == (60, COLUMNS)
 
 
+def experts(rank: int, fill: float | None = None) -> dict[str, Any]:
+    """Four data-parallel ranks with two expert-parallel ones: a dense tensor on all, two experts on every other rank each."""
+    state: dict[str, Any] = {}
+    for name, value, place, replica in (("dense", 7.0, (0, 0, 1), rank), ("expert", 10.0 + rank % 2, (0, rank % 2, 2), rank // 2)):
+        for number in range(4):
+            data = torch.full((8, 50), fill if fill is not None else value + number)
+            state[f"{name}{number}"] = ShardedTensor.from_rank_offsets(f"{name}{number}", data, place, replica_id=replica)
+    return state
+
+
+def save_and_load_experts(folder: str) -> int:
+    """The number of bytes that this rank read."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    dist_checkpointing.save(experts(rank), folder, FullyParallelSaveStrategyWrapper(None, group))
+    counted: list[int] = []
+    original = reading._read
+
+    def count(*args: Any) -> int:
+        counted.append(original(*args))
+        return counted[-1]
+
+    reading._read = count  # type: ignore[assignment]
+    loaded = dist_checkpointing.load(experts(rank, fill=-1.0), folder, FullyParallelLoadStrategyWrapper(None, group))
+    for name, value in experts(rank).items():
+        assert torch.equal(loaded[name], value.data), name
+    return sum(counted)
+
+
+def test_shards_that_a_part_of_the_group_holds(tmp_path: Path) -> None:
+    read = run_on_ranks(4, save_and_load_experts, str(tmp_path))
+    written = [(tmp_path / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    each = 3 * 8 * 50 * 4  # 4 dense ones and 2 x 4 experts, of 4 ranks
+    assert all(each <= size < each + 12000 for size in (*read, *written)), (read, written)
+    assert dist_checkpointing.load_plain_tensors(tmp_path)["expert3"].unique().tolist() == [13.0, 14.0]
+
+
 def two_main_copies(folder: str) -> str:
     rank, group = dist.get_rank(), my_group()
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), replica_id=(0, 0, 0) if rank < 2 else (0, 1, rank))}

@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core import optional_imports, parallel_state
+from megatron.core import dist_checkpointing, optional_imports, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import attention, base
@@ -19,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_sharding import build_param_table
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.extra_state import extra_state_objects, restore_extra_states
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.distributed import ranks
 from tests.fake_te import fake_transformer_engine
@@ -248,8 +250,8 @@ def test_classes_are_derived_from_and_copied_as_usual(pytorch: Any) -> None:
         te.TENorm(config, 8, normalization="RMSNorm")
 
 
-def fp8_config(**extra: Any) -> TransformerConfig:
-    config = config_of("llama", transformer_impl="transformer_engine")
+def fp8_config(kind: str = "llama", **extra: Any) -> TransformerConfig:
+    config = config_of(kind, transformer_impl="transformer_engine")
     for name, value in {"fp8": "hybrid", "fp8_recipe": "delayed", **extra}.items():
         setattr(config, name, value)
     return config
@@ -278,7 +280,7 @@ def test_layers_quantize_by_the_recipe_and_the_first_and_last_do_not(recipe: str
 
 
 def test_fp8_settings_reach_the_recipe() -> None:
-    settings = {"fp8": "e4m3", "fp8_margin": 2, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
+    settings: dict[str, Any] = {"fp8": "e4m3", "fp8_margin": 2, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
     recipe = te.precision.fp8_recipe(fp8_config(**settings))
     assert (recipe.fp8_format.name, recipe.margin, recipe.amax_history_len, recipe.amax_compute_algo) == ("E4M3", 2, 16, "max")
     default = te.precision.fp8_recipe(fp8_config())
@@ -305,7 +307,6 @@ def test_experts_rows_are_padded_to_what_fp8_takes() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"fp8_param": True}, "fp8_param True: is not built"),
         ({"fp8_recipe": "custom"}, "fp8_recipe 'custom'"),
         ({"fp8": "e5m2"}, "fp8 'e5m2': must be e4m3 or hybrid"),
         ({"num_moe_experts": 4}, "needs moe_grouped_gemm"),
@@ -326,3 +327,60 @@ def test_groups_of_a_context_reach_attention(monkeypatch: pytest.MonkeyPatch) ->
     assert attention._context_parallel(config, groups, "p2p")["cp_group"] == "ring"
     given = attention._context_parallel(config, groups, "a2a+p2p")
     assert given["cp_group"] == ["exchange", "ring"] and given["cp_global_ranks"] == [0, 1] and given["cp_comm_type"] == "a2a+p2p"
+
+
+def scales_of(chunk: GPTModel, expert: int = 0) -> list[torch.Tensor]:
+    """Of the first layer's fc2: of one expert where it has several."""
+    mlp = layers_of(chunk)[0].mlp
+    linear = mlp.experts.linear_fc2 if hasattr(mlp, "experts") else mlp.linear_fc2
+    forward, backward = linear.fp8_meta["scaling_fwd"], linear.fp8_meta["scaling_bwd"]
+    return [forward.scale[3 * expert :][:3], forward.amax_history[:, 3 * expert :][:, :3], backward.scale[2 * expert :][:2]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "grouped experts"])
+def test_scales_of_delayed_scaling_are_stored_by_key_layer_and_expert(kind: str, tmp_path: Path) -> None:
+    """FP8-01, and CKPT-24: written as Megatron-LM does, restored without running a pickle's code."""
+    chunk, fresh = (model(fp8_config(kind=kind), True) for _ in range(2))
+    train(chunk, steps=1)
+    objects = extra_state_objects(chunk)
+    keys = {item.unique_key for item in objects.values()}
+    if kind == "llama":
+        assert {f"decoder.layers.self_attention.core_attention._extra_state/shard_{layer}_2" for layer in range(2)} <= keys
+        assert {f"decoder.layers.mlp.linear_fc2._extra_state/shard_{layer}_2" for layer in range(2)} <= keys
+    else:
+        places = [f"{layer}.{expert}_2.4" for layer in range(2) for expert in range(4)]
+        assert {f"decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_{place}" for place in places} <= keys
+    dist_checkpointing.save({"model": objects}, tmp_path)
+    wanted = {name: item.without_data() for name, item in extra_state_objects(fresh).items()}
+    loaded = dist_checkpointing.load({"model": wanted}, tmp_path)["model"]
+    assert restore_extra_states(fresh, loaded) == (8 if kind == "llama" else 12)
+    for expert in range(4 if kind == "grouped experts" else 1):
+        for stored, restored in zip(scales_of(chunk, expert), scales_of(fresh, expert), strict=True):
+            assert torch.equal(stored, restored) and stored.max() > 1
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_no_state_is_invented_for_what_has_none(recipe: str | None) -> None:
+    chunk = model(fp8_config(kind="grouped experts", fp8=recipe and "hybrid", fp8_recipe=recipe), True)
+    train(chunk, steps=1)
+    objects = extra_state_objects(chunk)
+    assert len(objects) > 10 and all(item.data.numel() == 0 for item in objects.values())
+    assert restore_extra_states(chunk, {name: item.data for name, item in objects.items()}) == 0
+
+
+def test_scales_that_are_missing_or_do_not_fit_start_anew() -> None:
+    chunk = model(fp8_config(fp8_amax_history_len=4), True)
+    train(chunk, steps=1)
+    stored = {name: item.data for name, item in extra_state_objects(chunk).items()}
+    longer = model(fp8_config(fp8_amax_history_len=8), True)
+    assert restore_extra_states(longer, stored) == 8
+    assert torch.equal(scales_of(longer)[1][:4], scales_of(chunk)[1]) and not scales_of(longer)[1][4:].any()
+    assert restore_extra_states(model(fp8_config(), True), {}) == 0
+    assert restore_extra_states(model(fp8_config(fp8_recipe="tensorwise"), True), stored) == 0
+
+
+def test_a_state_dict_with_scales_is_loaded_without_running_its_pickle() -> None:
+    chunk, fresh = model(fp8_config(), True), model(fp8_config(), True)
+    train(chunk, steps=1)
+    fresh.load_state_dict(chunk.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(scales_of(chunk), scales_of(fresh), strict=True))

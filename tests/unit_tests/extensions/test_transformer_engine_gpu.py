@@ -18,12 +18,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests import fake_te
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.skipif(not available("transformer_engine"), reason="Transformer Engine is not installed"),
 ]
+assert fake_te, "imports the real package before torch's cuDNN is loaded"
 VOCAB, SEQ = 512, 128
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -37,9 +39,10 @@ RECIPES = ["delayed", "tensorwise", "blockwise"]
 
 
 def config_of(fp8: str | None = None, **extra: Any) -> TransformerConfig:
-    shape = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512}
+    shape: dict[str, Any] = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512}
     config = TransformerConfig(**shape, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, **{**LLAMA, **extra})
-    config.fp8, config.fp8_recipe = (None if fp8 is None else "hybrid"), fp8  # type: ignore[attr-defined]
+    if fp8 is not None:
+        config.fp8, config.fp8_recipe = "hybrid", fp8
     return config
 
 
@@ -117,7 +120,7 @@ def test_full_recompute_changes_nothing(recipe: str | None) -> None:
 @pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.no_mask])
 @pytest.mark.parametrize("masked", ["", "mask", "window", "packed"])
 def test_attention_sees_what_the_local_one_sees(kind: AttnMaskType, masked: str) -> None:
-    config = config_of(**({"window_size": (32, 16)} if masked == "window" else {}))
+    config = config_of(window_size=(32, 16) if masked == "window" else None)
     torch.manual_seed(3)
     shape = (SEQ, 1 if masked == "packed" else 2)
     leaves = [torch.randn(*shape, heads, 64, device="cuda").bfloat16().requires_grad_() for heads in (4, 2, 2)]

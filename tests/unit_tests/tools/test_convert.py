@@ -42,7 +42,10 @@ def assert_equal_to_the_bit(left: dict[str, torch.Tensor], right: dict[str, torc
     assert [name for name in left if left[name].dtype != right[name].dtype or not torch.equal(left[name], right[name])] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = ("deepseek_v2_groups", "deepseek_v3_dense", "deepseek_v3_experts")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS])
 def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Logits of the whole model within 1e-4 of transformers' (its weights are large: the logits are above 1), the same bits back, with the
     source's config.json and with one made from the arguments alone."""

@@ -129,6 +129,24 @@ def test_megatron_lms_own_checkpoints(golden: Path, tmp_path: Path) -> None:
     assert all(one[name] is other[name] is None or torch.equal(one[name], other[name]) for name in one)
 
 
+def test_names_of_transformer_engine_are_read_too(tmp_path: Path) -> None:
+    """There a norm is a part of the linear behind it, and extra states are bytes."""
+    make("mixtral", tmp_path / "hf")
+    assert convert("hf", "torch", tmp_path / "hf", tmp_path / "local", *sizes(2), "--no-verify") == 0
+    shutil.copytree(tmp_path / "local", tmp_path / "fused")
+    for path in (tmp_path / "fused").rglob(MODEL):
+        file = load_torch(str(path))
+        file["args"] = plain_namespace(vars(file["args"]) | {"transformer_impl": "transformer_engine"})
+        names = {name: name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_") for name in file["model"]}
+        assert any(name != new for name, new in names.items())
+        extra = torch.zeros(9, dtype=torch.uint8)
+        file["model"] = {names[name]: extra if name.endswith("_extra_state") else value for name, value in file["model"].items()}
+        torch.save(file, path)
+    for name in ("local", "fused"):
+        assert convert("torch", "core", tmp_path / name, tmp_path / f"{name}.core") == 0
+    assert_same_bits(*(load_plain_tensors(tmp_path / f"{name}.core" / "release") for name in ("local", "fused")))
+
+
 # --- refused ---
 
 FLAGS = {

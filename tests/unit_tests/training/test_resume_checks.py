@@ -62,7 +62,7 @@ def test_models(before: str, now: str, told: list[str]) -> None:
 def test_another_programs_arguments_may_lack_flags_and_have_others() -> None:
     theirs = {"num_layers": 2, "hidden_size": 64, "encoder_num_layers": 2, "window_size": None}
     assert model_differences(theirs, run()) == [] and list(changed_flags(theirs, run())) == []
-    assert model_differences({}, run()) == [] and refusals(Taken(True, True, True), {}, run()) == []
+    assert model_differences({}, run()) == [] and refusals(Taken(True, True, True, True), {}, run()) == []
 
 
 RECORD = {"type": "SentencePieceTokenizer", "fingerprint": "a" * 64, "vocab_size": 100}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.dist_checkpointing.parts import load_from_parts
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, local_part
-from megatron.training.checkpoint_names import legacy_files, legacy_problem, rank_folder
-from megatron.training.legacy_checkpoints import chained, joined_groups
+from megatron.training.checkpoint_names import LegacyFile, legacy_files, legacy_problem, rank_folder
+from megatron.training.legacy_checkpoints import _is_copy, chained, joined_groups
 from megatron.training.optimizer_buckets import registration_rank
 from megatron.training.source_layout import KnownModel, KnownParam, Place, SourceLayout, blocks_of, place_of
 
@@ -197,3 +197,13 @@ def test_chained_optimizers_groups_are_joined() -> None:
     for optimizer in (numbered, [numbered[0], numbered[1]]):
         assert joined_groups(chained(optimizer)) == {"param_groups": [dense, experts], "grad_scaler": "kept"}
     assert joined_groups(chained(numbered[1])) == {"param_groups": [experts]}
+
+
+def test_a_later_stages_embedding_is_a_copy() -> None:
+    """That of a tied head, and that with which multi-token prediction embeds tokens in the last stage."""
+    split, key = ParamSharding((8, 4), 0, (Segment("vocabulary", 8, "tp"),)), "embedding.word_embeddings.weight"
+    second, later = LegacyFile(1, 0, 0, 1, True, "mp_rank_01_000"), LegacyFile(0, 1, 0, 0, True, "mp_rank_00_001")
+    assert not _is_copy(second, split, key, key)
+    assert _is_copy(later, split, key, key)
+    assert _is_copy(later, split, "output_layer.weight", key)
+    assert not _is_copy(later, split, "output_layer.weight", "output_layer.weight")

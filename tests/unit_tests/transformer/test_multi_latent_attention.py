@@ -123,6 +123,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as DeepSeek-V3": {"qk_layernorm": True, "add_bias_linear": False},
     "without a latent of queries, rope": {"q_lora_rank": None, "rope_type": "rope", "qk_layernorm": True, "mscale_all_dim": 0.0},
     "without norms, plain kernels": {"attention_backend": AttnBackend.unfused, "apply_rope_fusion": False},
+    "flash, which has one width": {"attention_backend": AttnBackend.flash},
     "fused rope": {"apply_rope_fusion": True, "qk_layernorm": True},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"], "qk_layernorm": True},
     "recompute all": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "core_attn"]},

@@ -129,6 +129,35 @@ def test_labels_that_do_not_count_change_nothing() -> None:
     assert [pair[1].item() for pair in losses] == [mask[:, depth:].sum().item() for depth in (1, 2)]
 
 
+def test_tokens_weigh_alike_wherever_they_lie() -> None:
+    """With the loss by tokens each rank's part was divided by that rank's own tokens: ranks with few of them counted too much. Here micro
+    batches of many and of few tokens give the gradients of all of them in one (ranks: `dp4 per-token ahead` of the layouts' table)."""
+    model = gpt(calculate_per_token_loss=True)
+    ids, labels, mask = batch()
+    mask[0], mask[1, 2:] = 1.0, 0.0
+
+    def gradients(parts: list[slice]) -> list[torch.Tensor]:
+        rows = iter(parts)
+
+        def step(iterator: Any, model: GPTModel) -> tuple[torch.Tensor, Any]:
+            one = next(rows)
+            losses = model(ids[one], None, None, labels=labels[one], loss_mask=mask[one])
+            return losses, lambda losses: ((losses * mask[one]).sum(), mask[one].sum(), {})
+
+        forward_backward_no_pipelining(forward_step_func=step, data_iterator=iter(()), model=model, num_microbatches=len(parts))
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    together = gradients([slice(0, 2)])
+    torch.testing.assert_close(gradients([slice(0, 1), slice(1, 2)]), together, rtol=1e-10, atol=1e-12)
+    depths = plain_losses(model, ids, labels, mask)
+    sums = [mean * mask[:, depth:].sum() for depth, mean in enumerate(depths, 1)]
+    main = (model.eval()(ids, None, None, labels=labels) * mask).sum()
+    wanted = list(torch.autograd.grad(main + 0.4 / 2 * (sums[0] + sums[1]), list(model.parameters())))
+    torch.testing.assert_close(together, wanted, rtol=1e-9, atol=1e-11)
+
+
 # --- the shift ---
 
 

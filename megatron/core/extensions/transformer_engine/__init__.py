@@ -2,6 +2,7 @@
 
     base        how its classes come in               linears    linears, norms, experts' linears
     precision   FP8 regions, recompute in FP8         attention  scaled dot products
+    state       FP8 scales in checkpoints
 
 What it cannot do here: transformer/transformer_engine_rules.py.
 """
@@ -19,10 +20,14 @@ from megatron.core.extensions.transformer_engine.linears import (
     TERowParallelLinear,
 )
 from megatron.core.extensions.transformer_engine.precision import fp8_context, te_checkpoint
+from megatron.core.tensor_parallel.duplicated_linear import DuplicatedLinear
 
 
 class TESpecProvider:
     """Transformer Engine's answer to the backend protocol."""
+
+    def linear(self) -> Any:
+        return DuplicatedLinear  # of latent attention, which is refused
 
     def column_parallel_linear(self) -> Any:
         return TEColumnParallelLinear

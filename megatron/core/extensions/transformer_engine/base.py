@@ -38,6 +38,14 @@ class TEModule(torch.nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(_joined(cls, cls._te_class_for(*args, **kwargs)))  # type: ignore[arg-type]
 
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing: what is kept of FP8 are the linears' scales."""
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether there is state of FP8 to take back from a checkpoint."""
+        return False
+
     @classmethod
     def _te_class_for(cls, *args: Any, **kwargs: Any) -> str:
         """Name of the class for an object with these arguments."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from megatron.core.extensions.transformer_engine.base import TEModule, left_unset, refuse_unsupported, te_pytorch, where_parameters_live
-from megatron.core.extensions.transformer_engine.precision import quantizes_now
+from megatron.core.extensions.transformer_engine.precision import is_delayed, quantizes_now
+from megatron.core.extensions.transformer_engine.state import of_each_expert, restore_scales, unpacked
 from megatron.core.fusions.fused_layer_norm import is_rms
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import resolve_tp_group, share_of_sum
@@ -100,6 +101,17 @@ class TELinear(TEModule):
         if self.bias_is_shared:
             bias = share_of_sum(bias, get_pg_size(self.split_over))
         return (output, bias) if self.skip_bias_add else (output + bias, None)
+
+    @property
+    def keeps_scales(self) -> bool:
+        return is_delayed(self.config)
+
+    def restore_states(self, states: list[Any]) -> bool:
+        """See restore_scales."""
+        return restore_scales(self, states)
+
+    def set_extra_state(self, state: Any) -> None:
+        restore_scales(self, [state])
 
 
 def _written_by_the_linear(weight: Any, config: Any) -> None:
@@ -231,6 +243,7 @@ class TEGroupedLinear(TEModule):
     Arguments and forward are those of GroupedLinear in transformer/moe/experts.py; it waits for the counts of rows on the host."""
 
     te_class = "GroupedLinear"
+    num_gemms: int
 
     def __init__(
         self,
@@ -284,3 +297,19 @@ class TEGroupedLinear(TEModule):
             return output
         added = row_bias(share_of_sum(torch.stack(list(biases)), self.etp), counts, rows.shape[0])
         return output + (added if bias_scale is None else (added * bias_scale.unsqueeze(-1)).to(output.dtype))
+
+    def get_expert_states(self) -> list[torch.Tensor]:
+        """`get_extra_state`, of each local expert."""
+        return of_each_expert(self.get_extra_state(), self.num_gemms)
+
+    @property
+    def keeps_scales(self) -> bool:
+        return is_delayed(self.config)
+
+    def restore_states(self, states: list[Any]) -> bool:
+        """Of each local expert; see restore_scales."""
+        return restore_scales(self, states)
+
+    def set_extra_state(self, state: Any) -> None:
+        if unpacked(state):
+            restore_scales(self, of_each_expert(state, self.num_gemms))

@@ -162,7 +162,7 @@ def get_gpt_layer_with_transformer_engine_spec(
 
     Raises ValueError for what is not built yet.
     """
-    _refuse(multi_latent_attention=multi_latent_attention, fp8=fp8, qk_l2_norm=qk_l2_norm)
+    _refuse(multi_latent_attention=multi_latent_attention, qk_l2_norm=qk_l2_norm)
     return _layer_spec(TESpecProvider(), num_experts, moe_grouped_gemm, qk_layernorm)
 
 

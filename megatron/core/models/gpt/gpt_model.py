@@ -80,22 +80,13 @@ class GPTModel(LanguageModule):
                     pg_collection=self.pg_collection,
                     shared_with=embedding_key,
                 )
-            self.rotary_pos_emb: Any = None
-            if isinstance(config, MLATransformerConfig):  # whatever is added to the embedding, latent attention has positions of its own
-                self.rotary_pos_emb = rotary_embedding_of(config, self.pg_collection.cp)
-            elif position_embedding_type == "rope":
-                assert config.kv_channels is not None
-                self.rotary_pos_emb = RotaryEmbedding(
-                    config.kv_channels,
-                    rotary_percent,
-                    config.rotary_interleaved,
-                    seq_len_interpolation_factor,
-                    rotary_base,
-                    rope_scaling,
-                    rope_scaling_factor,
-                    config.use_cpu_initialization,
-                    cp_group=self.pg_collection.cp,
-                )
+            self.rotary_pos_emb: Any = self._build_rotary_embedding(
+                rotary_percent=rotary_percent,
+                seq_len_interpolation_factor=seq_len_interpolation_factor,
+                rotary_base=rotary_base,
+                rope_scaling=rope_scaling,
+                rope_scaling_factor=rope_scaling_factor,
+            )
             self.decoder = TransformerBlock(
                 config,
                 transformer_layer_spec,
@@ -114,6 +105,17 @@ class GPTModel(LanguageModule):
         build_param_table(self)
         if config.perform_initialization:
             initialize_parameters(self, config.init_seed)
+
+    def _build_rotary_embedding(self, **settings: Any) -> RotaryEmbedding | None:
+        """What turns queries and keys, if anything does; `settings`: arguments of RotaryEmbedding."""
+        config, cp_group = self.config, self.pg_collection.cp
+        if isinstance(config, MLATransformerConfig):  # whatever is added to the embedding, latent attention has positions of its own
+            return rotary_embedding_of(config, cp_group)
+        if self.position_embedding_type != "rope":
+            return None
+        assert config.kv_channels is not None
+        settings |= {"rotary_interleaved": config.rotary_interleaved, "use_cpu_initialization": config.use_cpu_initialization}
+        return RotaryEmbedding(config.kv_channels, cp_group=cp_group, **settings)
 
     def _build_output_layer(self, tied_across_stages: bool) -> ColumnParallelLinear:
         """The projection to the vocabulary; without a weight of its own where the embedding of this chunk lends it."""

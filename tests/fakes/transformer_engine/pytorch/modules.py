@@ -1,5 +1,7 @@
+import pickle
 from abc import ABC
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,30 +11,48 @@ import torch.utils.checkpoint
 from megatron.core.tensor_parallel import mappings
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, autocast
 
-SCALES = "delayed scaling state"
-
 
 class TransformerEngineBaseModule(torch.nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.quantized_forwards = 0
-        self.scales = 0.0
+        self.fp8 = False
+        self.fp8_meta: dict[str, Any] = {"num_gemms": getattr(self, "num_gemms", 1)}
+
+    def init_fp8_meta_tensors(self, recipe: Any) -> None:
+        """Three tensors a product in forward, two in backward, each with a scale and a history of amaxes."""
+        for name, number in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            count = number * self.fp8_meta["num_gemms"]
+            state = SimpleNamespace(scale=torch.ones(count), amax_history=torch.zeros(recipe.amax_history_len, count))
+            self.fp8_meta.setdefault(name, state)
 
     def get_extra_state(self) -> torch.Tensor:
         """Empty unless the module has quantized with delayed scaling."""
-        if not self.scales:
+        if "scaling_fwd" not in self.fp8_meta:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(bytearray(f"{SCALES} {self.scales}".encode()), dtype=torch.uint8)
+        state: dict[str, Any] = {"recipe": self.fp8_meta["recipe"], "extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"]}}
+        for name in ("fwd", "bwd"):
+            own = self.fp8_meta[f"scaling_{name}"]
+            state |= {f"scale_{name}": own.scale.clone(), f"amax_history_{name}": own.amax_history.clone()}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        if state is not None and state.numel():
-            self.scales = float(bytes(state.tolist()).decode().removeprefix(SCALES))
+        raise RuntimeError("Refusing to load pickled Transformer Engine extra state")
 
     def note(self) -> None:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            self.quantized_forwards += 1
-            if type(FP8GlobalStateManager.regions[-1][1]).__name__ == "DelayedScaling":
-                self.scales += 1.0
+        """A forward: with delayed scaling every scale doubles, and the newest amax is the scale."""
+        self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        if not self.fp8:
+            return
+        self.quantized_forwards += 1
+        recipe = FP8GlobalStateManager.regions[-1][1]
+        if type(recipe).__name__ == "DelayedScaling":
+            self.fp8_meta.update(recipe=recipe, num_gemms=getattr(self, "num_gemms", 1))
+            self.init_fp8_meta_tensors(recipe)
+            for name in ("scaling_fwd", "scaling_bwd"):
+                own = self.fp8_meta[name]
+                own.scale *= 2 + torch.arange(len(own.scale))
+                own.amax_history[0] = own.scale
 
     def new_parameter(self, name: str, shape: tuple[int, ...], init: Callable, dtype: torch.dtype, device: Any) -> None:
         self.register_parameter(name, torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=device)))
@@ -149,6 +169,9 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, bias: Any, eps: float, kind
 
 class LayerNorm(torch.nn.Module):
     kind = "LayerNorm"
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
 
     def __init__(
         self,

@@ -1,0 +1,1 @@
+"""A former path of Transformer Engine's names."""
