@@ -193,7 +193,7 @@ class KernelFlags:
 
     transformer_impl: str = flag(
         "transformer_engine",
-        "Backend of the layers. Without Transformer Engine (or without a GPU) `local` is used, and said so.",
+        "Backend of the layers. Without Transformer Engine, a GPU or this flag `local` is used, and said so.",
         choices=("local", "transformer_engine", "inference_optimized"),
         built=("local", "transformer_engine"),
     )
