@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,11 @@ def test_stages_that_need_nothing_of_a_batch_read_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(pretrain_gpt, "get_batch_on_this_cp_rank", lambda batch, **_: batch)
     batch = {name: torch.zeros(1, 4) for name in ("tokens", "labels", "loss_mask", "position_ids")}
     stream, seen = iter([batch]), []
-    pretrain_gpt.forward_step(stream, lambda *args, **kwargs: seen.extend([*args, *kwargs.values()]))  # type: ignore[arg-type]
+
+    class Model(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> None:
+            seen.extend([*args, *kwargs.values()])
+
+    pretrain_gpt.forward_step(stream, Model().eval())
     assert (next(stream, None) is None) == bool(reads)
     assert all(value is None for value in seen) == (not reads)

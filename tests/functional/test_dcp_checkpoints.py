@@ -67,7 +67,7 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
-    result = train(*on(corpus, f"--train-iters 4 --load {tmp_path}"))
+    result = train(*on(corpus, f"--train-iters 4 --override-opt_param-scheduler --load {tmp_path}"))
     assert result.code == 1 and "__0_0.distcp is damaged" in result.err
 
 

@@ -256,7 +256,7 @@ def test_the_table() -> None:
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS) >= 35
     assert all(layout.world_size <= 8 for layout in LAYOUTS)
     assert sum(layout.fast for layout in LAYOUTS) * 2 <= len(LAYOUTS)
-    settings = [replace(layout, name="", models=(), fast=False) for layout in LAYOUTS]
-    assert all(settings.count(one) == 1 for one in settings), "a layout stands in the table twice"
+    settings = [(model, replace(layout, name="", models=(), fast=False)) for layout in LAYOUTS for model in layout.models]
+    assert all(settings.count(one) == 1 for one in settings), "a model is in the same layout twice"
     assert {model for layout in LAYOUTS for model in layout.models} == set(MODELS), "a model is in no layout"
     assert comparison.STEPS >= 10

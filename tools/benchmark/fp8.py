@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.core.fp8 import gemm
 from megatron.core.fp8.formats import E4M3, E5M2
 from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
-from megatron.core.fusions.kernels import quantize, scaled_mm, swiglu_quantize
 
 TOKENS = 8192
 LINEARS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}  # outputs, inputs
@@ -54,6 +53,8 @@ def operand(x: torch.Tensor, kind: str, dtype: torch.dtype) -> Operand:
 
 
 def products() -> None:
+    from megatron.core.fusions.kernels import scaled_mm
+
     for name, (n, k) in LINEARS.items():
         flops = 2.0 * TOKENS * n * k
         for what, (rows, columns, depth) in {"forward": (TOKENS, n, k), "dgrad": (TOKENS, k, n), "wgrad": (n, k, TOKENS)}.items():
@@ -76,6 +77,8 @@ def products() -> None:
 
 
 def _accumulate(label: str, left: Operand, right: Operand, out: torch.Tensor, flops: float) -> None:
+    from megatron.core.fusions.kernels import scaled_mm
+
     attempt(f"{label}, fp32 and add", lambda: out.add_(gemm._cublas(left, right, torch.float32)), flops)
     attempt(f"{label}, bf16 and add", lambda: out.add_(gemm._cublas(left, right, torch.bfloat16)), flops)
     attempt(f"{label}, Triton adds", lambda: scaled_mm.product(left, right, torch.float32, out, add=True), flops)
@@ -97,6 +100,8 @@ def quantization() -> None:
 
 def tiles() -> None:
     """The kernels by the shape of what a program takes; each shape is compiled."""
+    from megatron.core.fusions.kernels import quantize, swiglu_quantize
+
     one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     x = torch.randn(TOKENS, 14336, device="cuda").bfloat16()
     hidden = torch.randn(TOKENS, 28672, device="cuda").bfloat16()

@@ -27,7 +27,7 @@ from .replicas import Reading
 from .safe_pickle import load_torch
 from .saving import METADATA_FILE, PendingSave, SaveStrategy
 from .state_dicts import common_state, merged, split, with_built_factories
-from .validation import StrictHandling, listed
+from .validation import BESIDE_WEIGHTS, StrictHandling, listed
 
 COMMON_KEY = "common_state"
 CONTENT_METADATA = "content_metadata"
@@ -214,6 +214,7 @@ def load(
         raise CheckpointError(f"{checkpoint_dir} holds a model of another shape:{listed(sorted(mismatched))}")
     common = ShardedObject(COMMON_KEY, None, (1,), (0,)).unique_key
     missing = index.state_dict_metadata.keys() - wanted - {common} if strict.counts_missing else set()
+    missing = {key for key in missing if not BESIDE_WEIGHTS.search(key)}
     _judge(checkpoint_dir, strict, missing, unexpected)
     tensors = [tensor for tensor in tensors if tensor.key not in unexpected]
     objects = [item for item in objects if item.unique_key not in unexpected]

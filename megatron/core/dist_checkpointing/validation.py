@@ -1,6 +1,7 @@
 """Whether the ranks' shards make up whole tensors, and what a checkpoint and a request have that the other has not."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ from .errors import CheckpointError
 from .mapping import ShardedObject
 
 MOST_LISTED = 8  # entries of a list in a message
+# entries that are written for every module (or run) and that only some have a use for: nobody misses them
+BESIDE_WEIGHTS = re.compile(r"(^|\.)(_extra_state|rerun_state_machine_state)/shard_")
 
 
 class StrictHandling(Enum):
     """What `load` does about unexpected keys (wanted, and not in the checkpoint) and missing ones (there, and wanted by no rank).
 
-    Missing keys count for `*_ALL` alone: ranks tell each other what they want. An unexpected key's tensor keeps its values where the load
-    goes on. `RETURN_*`: `load` returns (state dict, missing keys, unexpected keys).
+    Missing keys (but those of BESIDE_WEIGHTS) count for `*_ALL` alone: ranks tell each other what they want. An unexpected key's tensor
+    keeps its values where the load goes on. `RETURN_*`: `load` returns (state dict, missing keys, unexpected keys).
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"  # an error, when it comes to reading them
