@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron.core import parallel_state
 from tests import fork_server
 
 
@@ -91,6 +92,7 @@ def _serve(rank: int, backend: str, port: int, env: dict[str, str], connection: 
             dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
             torch.save(function(*arguments), path)
             dist.barrier()
+            parallel_state.destroy_model_parallel()  # for a job that left it to the end of its process
             dist.destroy_process_group()
             connection.send("")
         except Exception:

@@ -60,7 +60,7 @@ class TorchDist:
         return dist_checkpointing.stored_objects(self.folder, key)
 
     def load_objects(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        return dist_checkpointing.load(wanted, self.folder, strict=False)
+        return dist_checkpointing.load(wanted, self.folder, strict=dist_checkpointing.StrictHandling.IGNORE_ALL)
 
     def open_tensors(self, model: list[torch.nn.Module], with_optimizer: bool) -> Collection[str]:
         stored = dist_checkpointing.load_tensors_metadata(self.folder)

@@ -246,8 +246,3 @@ class PendingSave:
         write_checksums(self.folder, {**sums, METADATA_FILE: sum_of_text(METADATA)})
         write_synced(self.folder / METADATA_FILE, METADATA)
         sync_folder(self.folder)
-
-
-def make_folder(folder: str | os.PathLike[str]) -> None:
-    os.mkdir(folder)
-    sync_folder(Path(folder).parent)

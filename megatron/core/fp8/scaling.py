@@ -70,23 +70,26 @@ class DelayedScaling:
         if self.settings.history_len > 1:
             self.history[1:] = self.history[:-1].clone()
         self.history[0] = self.amax
-        newest = self.history.amax(dim=0) if self.settings.algo == "max" else self.amax
+        self._scale_by(self.history)
+        self.amax.zero_()
+
+    def _scale_by(self, history: torch.Tensor) -> None:
+        newest = history.amax(dim=0) if self.settings.algo == "max" else history[0]
         scale = scale_for(newest, self.largest) * 2.0**-self.settings.margin
         self.scale.copy_(torch.where(newest > 0, scale, self.scale))
         torch.reciprocal(self.scale, out=self.inverse)
-        self.amax.zero_()
 
     def state(self) -> dict[str, torch.Tensor]:
         """What goes on in another run. Waits for the device."""
         return {"amax_history": self.history.cpu(), "scale": self.scale.cpu()}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Take what `state` gave, also of another history length: what is missing is 0."""
+        """Take what `state` gave, also of another history length: what is missing is 0. Scales become those of this run's format."""
         history = state["amax_history"][: len(self.history)]
         self.history.zero_()
         self.history[: len(history)].copy_(history)
         self.scale.copy_(state["scale"])
-        self.inverse.copy_(self.scale.reciprocal())
+        self._scale_by(state["amax_history"].to(self.scale.device))
         self.is_known[:] = [True] * len(self.is_known)
 
 

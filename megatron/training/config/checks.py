@@ -345,7 +345,7 @@ def check_fp8(args: Args) -> Iterator[Problem]:
     for broken in fp8_problems(args, args.num_layers, groups):
         if not unbuilt_values(args, FLAG_OF.get(broken.setting, broken.setting)):
             yield broken_rule(args, broken)
-    if args.fp8 and args.fp8_recipe == "delayed" and args.save and args.ckpt_format == "torch":
+    if args.fp8 and args.fp8_recipe == "delayed" and args.save and args.ckpt_format in ("torch", "torch_dcp"):
         yield problem(args, "ckpt_format", "has no place for the scales' history of --fp8-recipe delayed", "torch_dist")
 
 

@@ -102,3 +102,17 @@ def test_a_saved_state_goes_on_in_a_history_of_another_length(length: int) -> No
     loaded.load(saved.state())
     assert torch.equal(loaded.scale, saved.scale) and torch.equal(loaded.inverse, saved.inverse) and all(loaded.is_known)
     assert loaded.history[:, INPUT].tolist() == [3.5, 28.0, 7.0, 0.0, 0.0][:length]
+
+
+FORMATS = [({"hybrid": True}, {"hybrid": False}), ({"hybrid": False}, {"hybrid": True}), ({}, {"margin": 3})]
+
+
+@pytest.mark.parametrize(("before", "after"), FORMATS)
+def test_a_saved_state_goes_on_in_another_format(before: dict, after: dict) -> None:
+    """Once the stored scales were taken: those of e5m2 are 128 times what e4m3 holds."""
+    first, second, fresh = state(**before), state(**after), state(**after)
+    for one in (first, fresh):
+        one.amax.copy_(torch.tensor([1.0, 2.0, 4.0]))
+        one.update()
+    second.load(first.state())
+    assert torch.equal(second.scale, fresh.scale) and torch.equal(second.inverse, fresh.inverse)

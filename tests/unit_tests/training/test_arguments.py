@@ -134,6 +134,7 @@ BAD = [
         ["--num-layers-at-end-in-bf16 9", "between 0 and the model's 4 layers"],
     ),
     ("--fp8-format e4m3 --bf16 --save /tmp/none --ckpt-format torch", 1, ["--ckpt-format torch", "--ckpt-format torch_dist"]),
+    ("--fp8-format e4m3 --bf16 --save /tmp/none --ckpt-format torch_dcp", 1, ["--ckpt-format torch_dcp", "--ckpt-format torch_dist"]),
     ("--exit-signal-handler --exit-signal SIGKILL", 1, ["--exit-signal SIGKILL", "SIGTERM"]),
     ("--exit-signal SIGFOO", 1, ["--exit-signal SIGFOO"]),
     ("--data-path a", 1, ["--data-path a", "--mock-data"]),
