@@ -351,7 +351,7 @@ def architecture_conflicts(args: argparse.Namespace, checkpoint_args: Mapping[st
     for dest in architecture_flags(checkpoint_args):
         saved = checkpoint_args.get(dest)
         if saved is not None and was_given(args, dest) and saved != getattr(args, dest):
-            found.append(checks.problem(args, dest, f"the checkpoint's model has {checks.text_of(saved)}", _as_typed(dest, saved)))
+            found.append(checks.problem(args, dest, f"the checkpoint's model has {checks.as_given(dest, saved)}", _as_typed(dest, saved)))
     return found
 
 

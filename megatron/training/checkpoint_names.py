@@ -37,7 +37,8 @@ def read_metadata(tracker_filename: str) -> tuple[int, bool]:
     if not text.isdigit():
         from megatron.core.dist_checkpointing import CheckpointError  # it needs torch, a name does not
 
-        raise CheckpointError(f"{tracker_filename} holds {text[:40]!r}: it must be an iteration number or `release`")
+        rule = "it must be an iteration number or `release` (--ckpt-step N loads iteration N, whatever it holds)"
+        raise CheckpointError(f"{tracker_filename} holds {text[:40]!r}: {rule}")
     return int(text), False
 
 

@@ -233,6 +233,12 @@ def load_checkpoint(
             raise CheckpointError(f"--load {load} holds no checkpoint ({TRACKER} is not there) and --exit-on-missing-checkpoint was given")
         if load:
             print_rank_0(f"WARNING: no checkpoint in {load}: training starts from random weights")
+        if args.save and os.path.isfile(tracker := get_checkpoint_tracker_filename(args.save)):
+            there = Path(tracker).read_text().strip()[:40]
+            print_rank_0(
+                f"WARNING: {args.save} holds checkpoints of another run, the last one of iteration {there}, and this run will replace "
+                f"those of the same iterations: give --load {args.save} to go on with that run, or another --save"
+            )
         return TrainState()
     folder, weights_alone = found
     taken = Taken.by_flags(args, weights_alone, has_optimizer=optimizer is not None)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
+from megatron.core.dist_checkpointing import CheckpointError, DamagedCheckpointError, ShardedObject
+from megatron.core.dist_checkpointing.integrity import check_file
 from megatron.core.dist_checkpointing.parts import Block, load_from_parts
 from megatron.core.dist_checkpointing.safe_pickle import load_torch
 from megatron.core.optimizer import has_weight_decay, is_embedding_or_output
@@ -49,7 +50,10 @@ class LegacyCheckpoint:
         if name not in self._files:
             path = self.folder / name / MODEL_FILE
             try:
+                check_file(self.folder, f"{name}/{MODEL_FILE}")
                 self._files[name] = _mapped(path)
+            except DamagedCheckpointError:
+                raise
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is not there: the checkpoint's arguments say that a rank of this name saved") from None
             except Exception as error:  # what junk does to an unpickler has no common class
@@ -130,6 +134,7 @@ class LegacyCheckpoint:
         path = self.folder / rank.name / OPTIMIZER_FILE
         if not path.exists():
             return optimizer_states(self.file(rank), named, self.saved)
+        check_file(self.folder, f"{rank.name}/{OPTIMIZER_FILE}")
         try:
             return flat_optimizer_states(_mapped(path), named)
         except CheckpointError as error:

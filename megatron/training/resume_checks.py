@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.training import config
 from megatron.training.argument_utils import all_fields
-from megatron.training.config.checks import name_of, text_of, was_given
+from megatron.training.config.checks import as_given, name_of, was_given
 from megatron.training.config.fields import ARCHITECTURE
 
 Saved = Mapping[str, Any]
@@ -115,7 +115,7 @@ def model_differences(saved: Saved, args: argparse.Namespace) -> list[str]:
             continue
         before, now = _effective(saved, dest), _effective(here, dest)
         if before != now:
-            found.append(f"{name_of(dest)} is {text_of(now)} here and {text_of(before)} there")
+            found.append(f"{name_of(dest)} is {as_given(dest, now)} here and {as_given(dest, before)} there")
     return found
 
 
@@ -183,7 +183,7 @@ def changed_flags(saved: Saved, args: argparse.Namespace) -> Iterator[str]:
             before, now = _effective(saved, dest), _effective(vars(args), dest)
             if before != now and (before or now) and (before is None or isinstance(before, str | int | float | list)):
                 given = "" if was_given(args, dest) or args.provenance.get(dest) else " (not given)"
-                yield f"{name_of(dest)} {text_of(before)} -> {text_of(now)}{given}"
+                yield f"{name_of(dest)} {as_given(dest, before)} -> {as_given(dest, now)}{given}"
 
 
 def changes_of_data(saved: Saved, args: argparse.Namespace) -> list[str]:

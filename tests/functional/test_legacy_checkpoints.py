@@ -319,3 +319,23 @@ def test_fp32_goes_on_from_the_main_parameters_of_bf16(corpus: Path, tmp_path: P
     assert alone.code == 0, alone.err
     rounded = load_plain_tensors(tmp_path / "rounded" / "iter_0000003")
     assert all(torch.equal(rounded[key], mains[key].float()) for key in weights)
+
+
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", "distrib_optim.pt"])
+def test_a_flipped_bit_is_never_trained_on(corpus: Path, tmp_path: Path, name: str) -> None:
+    flags = "--use-distributed-optimizer" if name == "distrib_optim.pt" else ""
+    assert train(*on(corpus, f"--train-iters 2 --ckpt-format torch {flags} --save {tmp_path}")).code == 0
+    path = tmp_path / "iter_0000002" / "mp_rank_00" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    result = train(*on(corpus, f"--train-iters 4 --override-opt_param-scheduler {flags} --load {tmp_path}"))
+    assert result.code == 1 and f"{name} is damaged" in result.err and result.rows == []
+
+
+def test_a_run_that_begins_anew_among_anothers_checkpoints_says_so(corpus: Path, tmp_path: Path) -> None:
+    save = f"--train-iters 2 --save {tmp_path}"
+    assert "holds checkpoints of another run" not in train(*on(corpus, save)).out
+    again = train(*on(corpus, save))
+    assert again.code == 0 and f"WARNING: {tmp_path} holds checkpoints of another run, the last one of iteration 2" in again.out
+    assert "holds checkpoints of another run" not in train(*on(corpus, f"{save} --load {tmp_path}")).out

@@ -228,6 +228,13 @@ def check_part(path: Path, part: Part, found: int) -> None:
         raise DamagedCheckpointError(f"{path} is damaged: its {part.length} bytes at {part.start} are not those that were written")
 
 
+def check_file(folder: Path, name: str) -> None:
+    """Raise DamagedCheckpointError unless a file of `folder`, of which checksums were written, has every byte as it was written."""
+    path, expected = folder / name, (read_checksums(folder) or {}).get(name)
+    for part in expected.spans() if expected is not None else ():
+        check_part(path, part, _checksum_of(path, part.start, part.length, part.add))
+
+
 def damaged_files(folder: str | os.PathLike[str]) -> list[str]:
     """A sentence for each file that is not as it was written; reads every byte. Raises DamagedCheckpointError for `checksums.json`."""
     found = []

@@ -41,6 +41,11 @@ def text_of(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(getattr(value, "name", value))
 
 
+def as_given(dest: str, value: Any) -> str:
+    """A flag's value in words; of a switch that turns off what is on by default, whether it was given."""
+    return text_of(not value if isinstance(value, bool) and all_fields()[dest].default is True else value)
+
+
 def problem(args: Args, dest: str, rule: str, works: object = "") -> Problem:
     """A Problem with the flag `dest` as it stands in `args`; `works` is a value of it, or a text that starts with dashes."""
     value = getattr(args, dest)
