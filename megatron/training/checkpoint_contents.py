@@ -24,6 +24,7 @@ from megatron.core.transformer.extra_state import extra_state_objects
 from megatron.core.transformer.utils import sharded_range_of, sharded_tensor_of
 from megatron.core.utils import get_pg_rank, unwrap_model
 from megatron.training.checkpoint_formats import StoredCheckpoint
+from megatron.training.checkpoint_names import chunk_names
 from megatron.training.data_order import DataOrder
 from megatron.training.train_step import TrainState
 
@@ -102,8 +103,7 @@ def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
             chunk.finish_param_sync()
-    names = ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
-    return {name: unwrap_model(chunk).sharded_state_dict() for name, chunk in zip(names, model, strict=True)}
+    return {name: unwrap_model(chunk).sharded_state_dict() for name, chunk in zip(chunk_names(len(model)), model, strict=True)}
 
 
 # modules of which Megatron-LM keeps an `_extra_state`: linears, and norms that are not part of one

@@ -29,6 +29,11 @@ def iteration_of(folder: str | os.PathLike[str]) -> int | None:
     return int(match[1]) if match else None
 
 
+def chunk_names(chunks: int) -> list[str]:
+    """Under which names a rank's model chunks are kept."""
+    return ["model"] if chunks == 1 else [f"model{number}" for number in range(chunks)]
+
+
 def read_metadata(tracker_filename: str) -> tuple[int, bool]:
     """(iteration, is it a `release`) of a tracker file. Raises CheckpointError when it holds neither."""
     text = Path(tracker_filename).read_text().strip()

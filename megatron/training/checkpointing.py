@@ -62,15 +62,13 @@ def _barrier() -> None:
 
 def prepare_folder(save: str) -> None:
     """Make the folder for checkpoints now: one that cannot be made or written to is no news for the first save, hours later."""
-    failure: OSError | None = None
-    if get_world_rank() == 0:
-        try:
-            Path(save).mkdir(parents=True, exist_ok=True)
-            if not os.access(save, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "--save folder cannot be written to", save)
-        except OSError as error:
-            failure = error
-    _agree(failure)
+
+    def make() -> None:
+        Path(save).mkdir(parents=True, exist_ok=True)
+        if not os.access(save, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "--save folder cannot be written to", save)
+
+    _first_rank_does(make)
 
 
 def save_checkpoint(

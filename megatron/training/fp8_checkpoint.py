@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.fp8.model import EXTRA_STATE, load_extra_states
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpoint_formats import StoredCheckpoint
+from megatron.training.checkpoint_names import chunk_names
 from megatron.training.training_log import print_rank_0
 
 
@@ -23,7 +24,7 @@ def leave_out_missing(wanted: dict[str, Any], checkpoint: StoredCheckpoint) -> N
 
 def restore(model: list[Any], loaded: dict[str, Any]) -> None:
     """Give each linear of the model's chunks its own; one note for all that have none."""
-    names = ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
-    fresh = sum(load_extra_states(unwrap_model(chunk), loaded.get(name, {})) for name, chunk in zip(names, model, strict=True))
+    chunks = zip(chunk_names(len(model)), model, strict=True)
+    fresh = sum(load_extra_states(unwrap_model(chunk), loaded.get(name, {})) for name, chunk in chunks)
     if fresh:
         print_rank_0(f"  FP8: no history of scales for {fresh} linears of the first stage in the checkpoint: they begin as in a new run")

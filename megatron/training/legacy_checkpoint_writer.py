@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.integrity import sync_folder
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
 from megatron.training import legacy_distributed_optimizer
-from megatron.training.checkpoint_names import rank_folder
+from megatron.training.checkpoint_names import chunk_names, rank_folder
 from megatron.training.legacy_checkpoints import MODEL_FILE, OPTIMIZER_FILE
 
 
@@ -116,8 +117,7 @@ def write(folder: Path, contents: dict[str, Any], model: list[torch.nn.Module], 
     flats = legacy_distributed_optimizer.whole_states(optimizer, is_writer) if is_distributed else None
     if is_writer:
         contents = {key: value for key, value in contents.items() if not key.startswith("model") and key not in ("optimizer", "rng_state")}
-        names = ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
-        contents.update((name, model_state_dict(chunk)) for name, chunk in zip(names, model, strict=True))
+        contents.update((name, model_state_dict(chunk)) for name, chunk in zip(chunk_names(len(model)), model, strict=True))
         if is_distributed:
             contents["optimizer"] = legacy_distributed_optimizer.groups_without_params(optimizer)
         elif optimizer is not None:
@@ -151,11 +151,7 @@ def _write_file(path: Path, contents: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     for folder in (path.parent, path.parent.parent):  # their entries too are on the disk before the checkpoint gets its name
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(folder)
 
 
 def _agree_on(failure: Exception | None) -> None:
