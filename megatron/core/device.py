@@ -161,6 +161,11 @@ def compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
+def stream_handle() -> int:
+    """The present stream of the current NVIDIA GPU, as CUDA's libraries take it."""
+    return torch.cuda.current_stream().cuda_stream
+
+
 def profiler_range(name: str) -> AbstractContextManager:
     """A named range for profilers; nothing when there is no accelerator."""
     return torch.cuda.nvtx.range(name) if has_accelerator() else nullcontext()

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.fp8 import gemm
+from megatron.core.fp8 import cublaslt, gemm
 from megatron.core.fp8.formats import E4M3, E5M2
 from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
 
@@ -81,6 +81,7 @@ def _accumulate(label: str, left: Operand, right: Operand, out: torch.Tensor, fl
 
     attempt(f"{label}, fp32 and add", lambda: out.add_(gemm._cublas(left, right, torch.float32)), flops)
     attempt(f"{label}, bf16 and add", lambda: out.add_(gemm._cublas(left, right, torch.bfloat16)), flops)
+    attempt(f"{label}, cuBLASLt adds", partial(cublaslt.add_product, out, left, right), flops)
     attempt(f"{label}, Triton adds", lambda: scaled_mm.product(left, right, torch.float32, out, add=True), flops)
 
 
@@ -125,6 +126,7 @@ def main() -> None:
     for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
         for out_dtype in (torch.bfloat16, torch.float32):
             print(f"torch multiplies {kinds} to {out_dtype}: {gemm.cublas_works(*kinds, out_dtype)}", flush=True)
+    print(f"cuBLASLt adds to fp32: {[(kind, cublaslt.works(kind)) for kind in (TENSOR, ROW_BLOCKS)]}", flush=True)
     if part in ("tiles", "all"):
         tiles()
     if part in ("quantization", "all"):

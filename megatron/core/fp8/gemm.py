@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from megatron.core import device
+from megatron.core.fp8 import cublaslt
 from megatron.core.fp8.quantize import TENSOR, Operand, quantize_blocks, quantize_tensor
 from megatron.core.fp8.settings import ALIGNMENT
 from megatron.core.fusions.kernels import kernels_run_on
@@ -35,6 +36,23 @@ def product(a: Operand, b: Operand, out_dtype: torch.dtype, *, out: torch.Tensor
             return scaled_mm.product(a, b, out_dtype, out)
     result = product_plain(a, b, out_dtype)
     return result if out is None else out.copy_(result)
+
+
+def write_product(out: torch.Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+    """out [m, n] = or, to `add`, += a [m, k] times b [n, k] transposed; out contiguous."""
+    adds = _cublas_adds(out, a, b)  # found out at the first product, not while a CUDA graph is recorded
+    if add and adds:
+        cublaslt.add_product(out, a, b)
+    elif add:
+        out.add_(product(a, b, out.dtype))
+    else:
+        product(a, b, out.dtype, out=out)
+
+
+def _cublas_adds(out: torch.Tensor, a: Operand, b: Operand) -> bool:
+    if not device.on_accelerator(out) or a.kind != b.kind or out.dtype is not torch.float32:
+        return False
+    return _cublas_takes(a, b, out.dtype) and cublaslt.works(a.kind)
 
 
 def _cublas_takes(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core import device
-from megatron.core.fp8.gemm import product
+from megatron.core.fp8.gemm import product, write_product
 from megatron.core.fp8.quantize import Operand
 
 WeightGradQueue = list[tuple[Any, Any, Any]]  # arguments of write_weight_grad
@@ -56,10 +56,7 @@ def write_weight_grad(weight: Any, grad_output: torch.Tensor | Operand, inputs: 
     main_grad: torch.Tensor = weight.main_grad
     if isinstance(grad_output, Operand):
         assert isinstance(inputs, Operand)
-        if weight.main_grad_filled:
-            main_grad.add_(product(grad_output, inputs, main_grad.dtype))
-        else:
-            product(grad_output, inputs, main_grad.dtype, out=main_grad)
+        write_product(main_grad, grad_output, inputs, add=weight.main_grad_filled)
         mark_written(weight)
         return
     assert not isinstance(inputs, Operand)

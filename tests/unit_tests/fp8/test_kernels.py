@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core import device
-from megatron.core.fp8 import gemm
+from megatron.core.fp8 import cublaslt, gemm
 from megatron.core.fp8.formats import E4M3, E5M2, LARGEST, amax_of, scale_for
 from megatron.core.fp8.quantize import (
     ROW_BLOCKS,
@@ -112,6 +112,10 @@ def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype
     there = torch.full((m, n), 3.0, dtype=out_dtype, device=found.device)
     assert scaled_mm.product(a, b, out_dtype, there, add=True) is there
     torch.testing.assert_close(there.float(), expected + 3.0, rtol=tolerance, atol=atol)
+    there.fill_(3.0)
+    gemm.write_product(there, a, b, add=True)
+    twin = torch.full_like(there, 3.0) + gemm.product_plain(a, b, out_dtype)
+    torch.testing.assert_close(there, twin, rtol=tolerance, atol=atol)
     torch.testing.assert_close(gemm.product(a, b, out_dtype).float(), expected, rtol=tolerance, atol=atol)
     torch.testing.assert_close(gemm.product(a, b, out_dtype, out=there).float(), expected, rtol=tolerance, atol=atol)
 
@@ -136,6 +140,12 @@ def test_what_is_not_finite_becomes_nan() -> None:
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_cublas_takes_one_scale(out_dtype: torch.dtype) -> None:
     assert gemm.cublas_works(TENSOR, TENSOR, out_dtype)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there is cuBLASLt on a GPU alone")
+@pytest.mark.parametrize("kind", [TENSOR, ROW_BLOCKS])
+def test_cublaslt_adds(kind: str) -> None:
+    assert cublaslt.works(kind)
 
 
 def test_a_result_over_an_earlier_one() -> None:
