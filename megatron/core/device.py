@@ -5,6 +5,7 @@ A process has one device: the accelerator that `set_device` chose, or the CPU.
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -210,6 +211,9 @@ def use_stream_of_its_own() -> None:
         torch.cuda.set_stream(torch.cuda.Stream())
 
 
+_graphs: list[weakref.ref] = []  # recorded by capture_graph
+
+
 def graph_pool() -> Any:
     """Memory for CUDA graphs that are launched in the order in which they were recorded."""
     return torch.cuda.graph_pool_handle()
@@ -223,7 +227,17 @@ def capture_graph(work: Callable[[], None], pool: Any, random_states: Sequence[t
     # threads of NCCL and of data loaders go on with calls that a recording of the whole process would forbid
     with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         work()
+    _graphs.append(weakref.ref(graph))
     return graph.replay
+
+
+def release_graphs() -> None:
+    """Free all recorded graphs, which cannot be launched again. NCCL ends no communicator that a graph still uses: it waits for ever."""
+    for reference in _graphs:
+        graph = reference()
+        if graph is not None:
+            graph.reset()
+    _graphs.clear()
 
 
 def new_generator(seed: int) -> torch.Generator:

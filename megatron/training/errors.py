@@ -97,6 +97,7 @@ def _meet() -> None:
 def _shut_down() -> None:
     """Leave the process as it was before: groups, counters and globals gone."""
     failure.stop()
+    device.release_graphs()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         alone = dist.get_world_size() == 1

@@ -63,14 +63,14 @@ def train(config: TransformerConfig, use_te: bool = True, steps: int = 4) -> tup
         losses.append(loss.item())
         with torch.no_grad():
             for param in model.parameters():
-                param.sub_(0.1 * param.main_grad)  # type: ignore[attr-defined]
+                param.sub_(0.02 * param.main_grad)  # type: ignore[attr-defined]
     return losses, model
 
 
-@pytest.mark.parametrize("settings", [{}, MOE, {"gradient_accumulation_fusion": False}, {"layernorm_zero_centered_gamma": True}])
+@pytest.mark.parametrize("settings", [{}, MOE, {"gradient_accumulation_fusion": True}, {"layernorm_zero_centered_gamma": True}])
 def test_it_trains_as_the_local_backend_does(settings: dict) -> None:
     (local, one), (other, two) = train(config_of(**settings), False), train(config_of(**settings))
-    assert local[-1] < local[0] - 0.1 and other == pytest.approx(local, rel=3e-3)
+    assert local[-1] < local[0] - 0.05 and other == pytest.approx(local, rel=3e-3)
     ours, theirs = one.output_layer.weight.main_grad, two.output_layer.weight.main_grad  # type: ignore[union-attr]
     assert (ours - theirs).norm() < 0.03 * ours.norm()
 
@@ -78,7 +78,7 @@ def test_it_trains_as_the_local_backend_does(settings: dict) -> None:
 @pytest.mark.parametrize("settings", [{}, MOE])
 def test_the_buffer_hears_of_every_gradient_that_was_added(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine gives autograd no gradient; torch calls the hook of the weight nevertheless."""
-    config, written = config_of(**settings), []
+    config, written = config_of(gradient_accumulation_fusion=True, **settings), []
 
     def note(param: Any) -> None:
         written.append(id(param))
@@ -158,4 +158,5 @@ def test_a_linear_can_be_copied() -> None:
     linear: Any = te.TERowParallelLinear(
         64, 32, config=config_of(), init_method=torch.nn.init.normal_, bias=True, input_is_parallel=True, skip_bias_add=False
     )
-    assert torch.equal(copy.deepcopy(linear)(torch.ones(16, 64, device="cuda"))[0], linear(torch.ones(16, 64, device="cuda"))[0])
+    ones = torch.ones(16, 64, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(copy.deepcopy(linear)(ones)[0], linear(ones)[0])
