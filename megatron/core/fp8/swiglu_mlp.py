@@ -1,8 +1,8 @@
 """A SwiGLU MLP with both linears in FP8 as one function, so that what lies between its products is never written in bf16 twice.
 
-Of delayed and tensorwise scaling, without biases, where Triton's kernels run. What it computes: what the linears and SwiGLU compute one by
-one, which is its twin and runs elsewhere. Kept for the backward pass: the input in FP8, transposed, and fc1's output; SwiGLU's is made
-again with its gradient.
+Of delayed, tensorwise and blockwise scaling, without biases, where Triton's kernels run. What it computes: what the linears and SwiGLU
+compute one by one, which is its twin and runs elsewhere. Kept for the backward pass: the input in FP8, transposed, and fc1's output;
+SwiGLU's is made again with its gradient.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.fp8.gemm import product
 from megatron.core.fp8.linear import Fp8Linear, start_reducing, there
-from megatron.core.fp8.quantize import TENSOR, Operand, Quantized
+from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, TENSOR, Operand, Quantized
 from megatron.core.fp8.scaling import GRADIENT, INPUT, dtype_of
 from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.tensor_parallel.mappings import gather_first_dim
@@ -25,7 +25,10 @@ def takes(fc1: Any, fc2: Any, x: torch.Tensor) -> bool:
     if not fc2.input_is_parallel:
         return False
     settings = fc1.fp8.settings
-    return settings.recipe in ("delayed", "tensorwise") and settings.wgrad and x.dtype is torch.bfloat16 and kernels_run_on(x)
+    if settings.recipe == "blockwise" and fc2.weight.shape[1] % BLOCK:
+        return False
+    known = settings.recipe in ("delayed", "tensorwise", "blockwise")
+    return known and settings.wgrad and x.dtype is torch.bfloat16 and kernels_run_on(x)
 
 
 def swiglu_mlp(fc1: Any, fc2: Any, x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         out = product(activated, there(fc2.weight_operands().rows), x.dtype, fast=True)
         if quantized.columns is not None:
             ctx.save_for_backward(quantized.columns.data, hidden)
-            ctx.inverses = quantized.columns.inverse, activated.inverse
+            ctx.inverses, ctx.kind = (quantized.columns.inverse, activated.inverse), activated.kind
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -72,7 +75,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         if needs_weight2:
             grad_weight2 = weight_grad(fc2.weight, there(grad.columns), activated, fuse_weight_grad)
         if needs_weight1:
-            operand = Operand(inputs, inverse_of_input, TENSOR)
+            operand = Operand(inputs, inverse_of_input, ctx.kind)
             grad_weight1 = weight_grad(fc1.weight, there(grad_hidden.columns), operand, fuse_weight_grad)
         if reduced is not None:
             reduced.wait()
@@ -84,6 +87,8 @@ def _activate(fc2: Fp8Linear, hidden: torch.Tensor, record: bool) -> Operand:
     from megatron.core.fusions.kernels import swiglu_quantize
 
     dtype, known = dtype_of(fc2.settings, INPUT), fc2.known_scale(INPUT)
+    if fc2.settings.recipe == "blockwise":
+        return Operand(*swiglu_quantize.forward_blocks(hidden, dtype), ROW_BLOCKS)
     if known is not None:
         inverse, amax = known
         return Operand(swiglu_quantize.forward(hidden, dtype, inverse, amax if record else None), inverse, TENSOR)
@@ -95,10 +100,15 @@ def _activate(fc2: Fp8Linear, hidden: torch.Tensor, record: bool) -> Operand:
 def _activate_backward(
     fc1: Fp8Linear, hidden: torch.Tensor, grad: torch.Tensor, inverse: torch.Tensor, record: bool
 ) -> tuple[Operand, Quantized]:
-    """grad [m, n] of SwiGLU's output -> (that output with the inverse scale `inverse`, transposed; hidden's gradient as fc1's)."""
+    """grad [m, n] of SwiGLU's output -> (that output, with the inverse scale `inverse` of the forward pass or with blocks, transposed;
+    hidden's gradient as fc1's)."""
     from megatron.core.fusions.kernels import swiglu_quantize
 
     out_dtype, dtype, known = dtype_of(fc1.settings, INPUT), dtype_of(fc1.settings, GRADIENT), fc1.known_scale(GRADIENT)
+    if fc1.settings.recipe == "blockwise":
+        made = swiglu_quantize.backward_blocks(hidden, grad, out_dtype, dtype)
+        activated, rows_of_grad, columns_of_grad = (Operand(*pair, ROW_BLOCKS) for pair in made)
+        return activated, Quantized(rows_of_grad, columns_of_grad)
     if known is not None:
         grad_inverse, amax = known
         out, rows, columns = swiglu_quantize.backward(hidden, grad, out_dtype, inverse, dtype, grad_inverse, amax if record else None)

@@ -22,9 +22,10 @@ ON_GPU = device.has_accelerator()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 
-def build(recipe: str) -> Any:
+def build(recipe: str, width: int | None = None) -> Any:
+    width = width or (256 if recipe == "blockwise" else 176)
     config = TransformerConfig(
-        num_layers=1, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, bf16=True, fp8="hybrid", fp8_recipe=recipe,
+        num_layers=1, hidden_size=64, ffn_hidden_size=width, num_attention_heads=4, bf16=True, fp8="hybrid", fp8_recipe=recipe,
         fp8_amax_history_len=2, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, bias_activation_fusion=True,
     )  # fmt: skip
     torch.manual_seed(1)
@@ -54,7 +55,7 @@ def steps_of(recipe: str, fused: bool) -> tuple[list[torch.Tensor], int]:
     return found, ran.call_count
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_is_what_the_parts_compute(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setattr(kernels, "interpreted", not ON_GPU)
     (together, ran), (apart, none) = steps_of(recipe, True), steps_of(recipe, False)
@@ -65,6 +66,9 @@ def test_is_what_the_parts_compute(monkeypatch: pytest.MonkeyPatch, recipe: str)
         assert error < 2e-3, error
 
 
-def test_blocks_and_biases_go_one_by_one() -> None:
-    mlp = build("blockwise")
-    assert not swiglu_mlp.takes(mlp.linear_fc1, mlp.linear_fc2, torch.ones(2, 64, dtype=torch.bfloat16))
+def test_blocks_that_are_not_whole_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "interpreted", not ON_GPU)
+    mlp, x = build("blockwise"), torch.ones(2, 64, dtype=torch.bfloat16, device=device.current_device())
+    assert swiglu_mlp.takes(mlp.linear_fc1, mlp.linear_fc2, x)
+    mlp = build("blockwise", 176)
+    assert not swiglu_mlp.takes(mlp.linear_fc1, mlp.linear_fc2, x)

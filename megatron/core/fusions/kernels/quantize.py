@@ -14,7 +14,6 @@ from megatron.core.fp8.quantize import BLOCK, padded
 
 Data = tuple[torch.Tensor | None, torch.Tensor | None]
 TILE = 128, 128, 8  # rows, columns and warps of a program
-_FINITE = tl.constexpr(3.4028234663852886e38)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
 _EXPONENT = tl.constexpr(0x7F800000)
 
@@ -28,51 +27,94 @@ def scale_of(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def magnitude(value):
-    """|value|; inf for NaN."""
-    size = tl.abs(value)
-    return tl.where(size <= _FINITE, size, float("inf"))
+    """|value| of fp32 as its bits, int32: they are ordered as the numbers are, NaN the largest."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def saturated(value, LARGEST: tl.constexpr):
-    return tl.where(tl.abs(value) <= _FINITE, tl.minimum(tl.maximum(value, -LARGEST), LARGEST), float("nan"))
+def amax_from(bits):
+    """The number with these bits; inf for NaN."""
+    return tl.minimum(bits, _EXPONENT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_fp8(value, LARGEST: tl.constexpr):
+    """fp32 -> the format whose largest number that is; what is not finite becomes NaN."""
+    bounded = tl.minimum(tl.maximum(value, -LARGEST), LARGEST) + value * 0.0
+    if LARGEST == 448.0:
+        return bounded.to(tl.float8e4nv)
+    else:
+        return bounded.to(tl.float8e5)
+
+
+@triton.jit
+def packed(result, PHASE: tl.constexpr):
+    """FP8 as the byte PHASE of a uint32."""
+    return result.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * PHASE)
+
+
+@triton.jit
+def store_turned(out, four, quad, column, quads, columns):
+    """four [rows / 4, columns], uint32 of a row and the three after it in FP8, goes to out [columns, quads] (int32).
+
+    So a quarter of the elements turn in shared memory, as words and not as bytes.
+    """
+    there = (column < columns)[:, None] & (quad < quads)[None, :]
+    tl.store(out + column[:, None] * quads + quad[None, :], tl.trans(four).to(tl.int32, bitcast=True), mask=there)
+
+
+@triton.jit
+def load_phase(x, quad, column, rows, columns, stride, PHASE: tl.constexpr):
+    """fp32 [quads, columns]: row PHASE of each four."""
+    row = quad * 4 + PHASE
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_phase(out, result, quad, column, rows, columns, stride, PHASE: tl.constexpr):
+    row = quad * 4 + PHASE
+    tl.store(out + row[:, None] * stride + column[None, :], result, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
 def quantize_one_scale(
-    x, scale, amax, out_rows, out_columns, inverse, m, k, filled_m, stride,
+    x, scale, amax, out_rows, out_columns, inverse, m, k, quads, stride,
     LARGEST: tl.constexpr, FROM_AMAX: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    quad = tl.program_id(0).to(tl.int64) * (TALL // 4) + tl.arange(0, TALL // 4)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    inside = (row < m)[:, None] & (column < k)[None, :]
-    value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if RECORD:
-        tl.atomic_max(amax, tl.max(tl.max(magnitude(value), axis=1), axis=0))
     factor = tl.load(scale)
     if FROM_AMAX:
         factor = scale_of(factor, LARGEST)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inverse, 1.0 / factor)
-    if ROWS:
-        result = saturated(value * factor, LARGEST).to(out_rows.dtype.element_ty)
-        tl.store(out_rows + row[:, None] * k + column[None, :], result, mask=inside)
+    largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
+    four = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
+    for phase in tl.static_range(4):
+        value = load_phase(x, quad, column, m, k, stride, phase)
+        if RECORD:
+            largest = tl.maximum(largest, magnitude(value))
+        result = to_fp8(value * factor, LARGEST)
+        if ROWS:
+            store_phase(out_rows, result, quad, column, m, k, k, phase)
+        four |= packed(result, phase)
+    if RECORD:
+        tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
     if COLUMNS:
-        result = tl.trans(saturated(value * factor, LARGEST).to(out_columns.dtype.element_ty))
-        there = (column < k)[:, None] & (row < filled_m)[None, :]
-        tl.store(out_columns + column[:, None] * filled_m + row[None, :], result, mask=there)
+        store_turned(out_columns, four, quad, column, quads, k)
 
 
 @triton.jit
 def quantize_amax(x, amax, rows, columns, stride, TALL: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)[:, None]
-    largest = tl.zeros([TALL, WIDE], dtype=tl.float32)
+    largest = tl.zeros([TALL, WIDE], dtype=tl.int32)
     for start in range(0, columns, WIDE):
         column = start + tl.arange(0, WIDE)[None, :]
         value = tl.load(x + row * stride + column, mask=(row < rows) & (column < columns), other=0.0)
         largest = tl.maximum(largest, magnitude(value.to(tl.float32)))
-    tl.atomic_max(amax, tl.max(tl.max(largest, axis=1), axis=0))
+    tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +150,7 @@ def quantize_tensor(
     inverse = torch.empty(1, dtype=torch.float32, device=x.device) if inverse is None else inverse
     tall, wide, warps = TILE
     quantize_one_scale[(triton.cdiv(padded(m), tall), triton.cdiv(k, wide))](
-        x, given, given if amax is None else amax, *_some(out_rows, out_columns), inverse, m, k, padded(m), x.stride(0),
+        x, given, given if amax is None else amax, *_some(out_rows, in_fours(out_columns)), inverse, m, k, padded(m) // 4, x.stride(0),
         LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=rows, COLUMNS=columns, TALL=tall, WIDE=wide,
         num_warps=warps,
     )  # fmt: skip
@@ -116,37 +158,70 @@ def quantize_tensor(
 
 
 @triton.jit
-def quantize_in_blocks(
-    x, out_rows, out_columns, row_inverse, column_inverse, m, k, filled_m, stride, row_blocks, column_blocks,
-    LARGEST: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+def store_row_blocks(out, inverse, value, quad, column, rows, columns, block, stride, PHASE: tl.constexpr, LARGEST: tl.constexpr):
+    """value [quads, 128]: a block a row; out [rows, stride]; inverse [blocks, rows]."""
+    row = quad * 4 + PHASE
+    factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
+    tl.store(inverse + block * rows + row, 1.0 / factors, mask=row < rows)
+    store_phase(out, to_fp8(value * factors[:, None], LARGEST), quad, column, rows, columns, stride, PHASE)
+
+
+@triton.jit
+def store_column_blocks(out, inverse, first, second, third, fourth, quad, column, quads, columns, block, stride, LARGEST: tl.constexpr):
+    """The phases of 128 rows: a block a column; out [columns, quads] int32; inverse [blocks, stride]."""
+    size = tl.maximum(tl.maximum(magnitude(first), magnitude(second)), tl.maximum(magnitude(third), magnitude(fourth)))
+    factors = scale_of(amax_from(tl.max(size, axis=0)), LARGEST)
+    tl.store(inverse + block * stride + column, 1.0 / factors, mask=column < columns)
+    wide = factors[None, :]
+    four = packed(to_fp8(first * wide, LARGEST), 0) | packed(to_fp8(second * wide, LARGEST), 1)
+    four |= packed(to_fp8(third * wide, LARGEST), 2) | packed(to_fp8(fourth * wide, LARGEST), 3)
+    store_turned(out, four, quad, column, quads, columns)
+
+
+@triton.jit
+def quantize_row_blocks(
+    x, out_rows, out_columns, row_inverse, column_inverse, m, k, quads, stride,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    column = across * BLOCK + tl.arange(0, BLOCK)
+    first = load_phase(x, quad, column, m, k, stride, 0)
+    second = load_phase(x, quad, column, m, k, stride, 1)
+    third = load_phase(x, quad, column, m, k, stride, 2)
+    fourth = load_phase(x, quad, column, m, k, stride, 3)
+    if ROWS:
+        store_row_blocks(out_rows, row_inverse, first, quad, column, m, k, across, k, 0, LARGEST)
+        store_row_blocks(out_rows, row_inverse, second, quad, column, m, k, across, k, 1, LARGEST)
+        store_row_blocks(out_rows, row_inverse, third, quad, column, m, k, across, k, 2, LARGEST)
+        store_row_blocks(out_rows, row_inverse, fourth, quad, column, m, k, across, k, 3, LARGEST)
+    if COLUMNS:
+        store_column_blocks(out_columns, column_inverse, first, second, third, fourth, quad, column, quads, k, down, k, LARGEST)
+
+
+@triton.jit
+def quantize_square_blocks(
+    x, out_rows, out_columns, row_inverse, column_inverse, m, k, quads, stride,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = down * BLOCK + tl.arange(0, BLOCK)
     column = across * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < m)[:, None] & (column < k)[None, :]
-    value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    size = magnitude(value)
-    there = (column < k)[:, None] & (row < filled_m)[None, :]
-    if SQUARE:
-        factor = scale_of(tl.max(tl.max(size, axis=1), axis=0), LARGEST)
-        result = saturated(value * factor, LARGEST).to(out_rows.dtype.element_ty)
+    value = tl.load(x + row[:, None] * stride + column[None, :], mask=(row < m)[:, None] & (column < k)[None, :], other=0.0)
+    factor = scale_of(amax_from(tl.max(tl.max(magnitude(value.to(tl.float32)), axis=1), axis=0)), LARGEST)
+    if ROWS:
+        tl.store(row_inverse + down * tl.num_programs(1) + across, 1.0 / factor)
+    if COLUMNS:
+        tl.store(column_inverse + across * tl.num_programs(0) + down, 1.0 / factor)
+    quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    four = tl.zeros([BLOCK // 4, BLOCK], dtype=tl.uint32)
+    for phase in tl.static_range(4):  # out of the cache
+        result = to_fp8(load_phase(x, quad, column, m, k, stride, phase) * factor, LARGEST)
         if ROWS:
-            tl.store(row_inverse + down * row_blocks + across, 1.0 / factor)
-            tl.store(out_rows + row[:, None] * k + column[None, :], result, mask=inside)
-        if COLUMNS:
-            tl.store(column_inverse + across * column_blocks + down, 1.0 / factor)
-            tl.store(out_columns + column[:, None] * filled_m + row[None, :], tl.trans(result), mask=there)
-    else:
-        if ROWS:
-            factors = scale_of(tl.max(size, axis=1), LARGEST)
-            tl.store(row_inverse + across * m + row, 1.0 / factors, mask=row < m)
-            result = saturated(value * factors[:, None], LARGEST).to(out_rows.dtype.element_ty)
-            tl.store(out_rows + row[:, None] * k + column[None, :], result, mask=inside)
-        if COLUMNS:
-            factors = scale_of(tl.max(size, axis=0), LARGEST)
-            tl.store(column_inverse + down * k + column, 1.0 / factors, mask=column < k)
-            result = saturated(value * factors[None, :], LARGEST).to(out_columns.dtype.element_ty)
-            tl.store(out_columns + column[:, None] * filled_m + row[None, :], tl.trans(result), mask=there)
+            store_phase(out_rows, result, quad, column, m, k, k, phase)
+        four |= packed(result, phase)
+    if COLUMNS:
+        store_turned(out_columns, four, quad, column, quads, k)
 
 
 def quantize_blocks(
@@ -156,21 +231,31 @@ def quantize_blocks(
     x = x if x.stride(1) == 1 else x.contiguous()
     m, k = x.shape
     out_rows, out_columns = _outputs(x, dtype, rows, columns, into)
-    filled, down, across = padded(m), triton.cdiv(padded(m), BLOCK), triton.cdiv(k, BLOCK)
+    down, across = triton.cdiv(padded(m), BLOCK), triton.cdiv(k, BLOCK)
     by_row, by_column = inverses_into
-
-    def inverse_scales(lines: int, blocks: int) -> torch.Tensor:
-        if square:
-            return torch.empty(triton.cdiv(lines, BLOCK), blocks, dtype=torch.float32, device=x.device)
-        return torch.empty(blocks, lines, dtype=torch.float32, device=x.device).t()
-
-    by_row = inverse_scales(m, across) if rows and by_row is None else by_row
-    by_column = inverse_scales(k, down) if columns and by_column is None else by_column
-    quantize_in_blocks[(down, across)](
-        x, *_some(out_rows, out_columns), *_some(by_row, by_column), m, k, filled, x.stride(0), across, down,
-        LARGEST=LARGEST[dtype], SQUARE=square, ROWS=rows, COLUMNS=columns, BLOCK=BLOCK, num_warps=8,
+    if square:
+        m_lines, k_lines = triton.cdiv(m, BLOCK), across
+        by_row = x.new_empty(m_lines, across, dtype=torch.float32) if rows and by_row is None else by_row
+        by_column = x.new_empty(k_lines, down, dtype=torch.float32) if columns and by_column is None else by_column
+    else:
+        by_row = inverses_of_blocks(x, m, across) if rows and by_row is None else by_row
+        by_column = inverses_of_blocks(x, k, down) if columns and by_column is None else by_column
+    kernel = quantize_square_blocks if square else quantize_row_blocks
+    kernel[(down, across)](
+        x, *_some(out_rows, in_fours(out_columns)), *_some(by_row, by_column), m, k, padded(m) // 4, x.stride(0),
+        LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     return (out_rows, out_columns), (by_row, by_column)
+
+
+def inverses_of_blocks(like: torch.Tensor, lines: int, blocks: int) -> torch.Tensor:
+    """fp32 [lines, blocks], the lines' next to each other."""
+    return like.new_empty(blocks, lines, dtype=torch.float32).t()
+
+
+def in_fours(out_columns: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 [k, padded m] as int32 [k, padded m / 4]."""
+    return None if out_columns is None else out_columns.view(torch.int32)
 
 
 def _outputs(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool, into: Data) -> Data:

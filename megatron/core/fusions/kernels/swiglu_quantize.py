@@ -10,43 +10,42 @@ import triton
 import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST
-from megatron.core.fp8.quantize import padded
-from megatron.core.fusions.kernels.quantize import magnitude, saturated
+from megatron.core.fp8.quantize import BLOCK, padded
+from megatron.core.fusions.kernels.quantize import (
+    amax_from,
+    in_fours,
+    inverses_of_blocks,
+    magnitude,
+    packed,
+    scale_of,
+    store_column_blocks,
+    store_phase,
+    store_row_blocks,
+    store_turned,
+    to_fp8,
+)
 
 # rows, columns and warps of a program
 FORWARD_TILE = 8, 512, 8
-BACKWARD_TILE = 64, 64, 4
+BACKWARD_TILE = 64, 128, 8
+BLOCKS_TALL, BLOCKS_WARPS = 16, 4  # forward with blocks
+BACKWARD_BLOCKS_WARPS = 16
 
 
 @triton.jit
-def swiglu_quantize_forward(
-    x, inverse, amax, out, rows, columns, stride,
-    LARGEST: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)[:, None]
-    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)[None, :]
-    inside = (row < rows) & (column < columns)
-    gate = tl.load(x + row * stride + column, mask=inside, other=0.0)
-    up = tl.load(x + row * stride + columns + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    value = (wide * (1.0 / (1.0 + tl.exp(-wide))) * up.to(tl.float32)).to(x.dtype.element_ty)
-    if RECORD:
-        tl.atomic_max(amax, tl.max(tl.max(magnitude(value.to(tl.float32)), axis=1), axis=0))
-    if QUANTIZE:
-        scaled = saturated(value.to(tl.float32) * (1.0 / tl.load(inverse)), LARGEST)
-        tl.store(out + row * columns + column, scaled.to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(out + row * columns + column, value, mask=inside)
+def _output(x, row, column, rows, columns, stride):
+    """SwiGLU, rounded to x's dtype, in fp32."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * stride + column[None, :]
+    gate = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + place + columns, mask=inside, other=0.0).to(tl.float32)
+    return (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def swiglu_quantize_backward(
-    x, grad, inverse_out, inverse, amax, out_columns, grad_rows, grad_columns, rows, filled, columns, stride, grad_stride,
-    LARGEST_OUT: tl.constexpr, LARGEST: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
-    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+def _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE: tl.constexpr):
+    """Of row PHASE of each four: (SwiGLU once more, to the bit; gradient of the gate; of the other half), rounded as that, in fp32."""
+    row = quad * 4 + PHASE
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * stride + column[None, :]
     gate = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -54,28 +53,104 @@ def swiglu_quantize_backward(
     dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
-    there = (column < columns)[:, None] & (row < filled)[None, :]
-    turned = column[:, None] * filled + row[None, :]
-    out = (silu * up).to(x.dtype.element_ty).to(tl.float32)  # by the formula of the forward pass, to the bit
-    out = saturated(out * (1.0 / tl.load(inverse_out)), LARGEST_OUT).to(out_columns.dtype.element_ty)
-    tl.store(out_columns + turned, tl.trans(out), mask=there)
-    grad_up = (dy * silu).to(x.dtype.element_ty)
-    grad_gate = (dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(x.dtype.element_ty)
-    target = row[:, None] * 2 * columns + column[None, :]
+    out = (silu * up).to(x.dtype.element_ty).to(tl.float32)
+    grad_gate = (dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(x.dtype.element_ty).to(tl.float32)
+    return out, grad_gate, (dy * silu).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def swiglu_quantize_forward(
+    x, inverse, amax, out, rows, columns, stride,
+    LARGEST: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    value = _output(x, row, column, rows, columns, stride)
     if RECORD:
-        size = tl.maximum(magnitude(grad_up.to(tl.float32)), magnitude(grad_gate.to(tl.float32)))
-        tl.atomic_max(amax, tl.max(tl.max(size, axis=1), axis=0))
+        tl.atomic_max(amax, amax_from(tl.max(tl.max(magnitude(value), axis=1), axis=0)))
     if QUANTIZE:
-        factor = 1.0 / tl.load(inverse)
-        low = saturated(grad_gate.to(tl.float32) * factor, LARGEST).to(grad_rows.dtype.element_ty)
-        tl.store(grad_rows + target, low, mask=inside)
-        tl.store(grad_columns + turned, tl.trans(low), mask=there)
-        high = saturated(grad_up.to(tl.float32) * factor, LARGEST).to(grad_rows.dtype.element_ty)
-        tl.store(grad_rows + target + columns, high, mask=inside)
-        tl.store(grad_columns + columns * filled + turned, tl.trans(high), mask=there)
+        tl.store(out + place, to_fp8(value * (1.0 / tl.load(inverse)), LARGEST), mask=inside)
     else:
-        tl.store(grad_rows + target, grad_gate, mask=inside)
-        tl.store(grad_rows + target + columns, grad_up, mask=inside)
+        tl.store(out + place, value.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_quantize_backward(
+    x, grad, inverse_out, inverse, amax, out_columns, grad_rows, grad_columns, rows, quads, columns, stride, grad_stride,
+    LARGEST_OUT: tl.constexpr, LARGEST: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    quad = tl.program_id(0).to(tl.int64) * (TALL // 4) + tl.arange(0, TALL // 4)
+    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    factor_out, factor = 1.0 / tl.load(inverse_out), 1.0 / tl.load(inverse)
+    four_out = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
+    four_gate = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
+    four_up = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
+    largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
+    for phase in tl.static_range(4):
+        out, grad_gate, grad_up = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, phase)
+        four_out |= packed(to_fp8(out * factor_out, LARGEST_OUT), phase)
+        if RECORD:
+            largest = tl.maximum(largest, tl.maximum(magnitude(grad_gate), magnitude(grad_up)))
+        if QUANTIZE:
+            low, high = to_fp8(grad_gate * factor, LARGEST), to_fp8(grad_up * factor, LARGEST)
+            four_gate |= packed(low, phase)
+            four_up |= packed(high, phase)
+        else:
+            low, high = grad_gate.to(x.dtype.element_ty), grad_up.to(x.dtype.element_ty)
+        store_phase(grad_rows, low, quad, column, rows, columns, 2 * columns, phase)
+        store_phase(grad_rows + columns, high, quad, column, rows, columns, 2 * columns, phase)
+    if RECORD:
+        tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
+    store_turned(out_columns, four_out, quad, column, quads, columns)
+    if QUANTIZE:
+        store_turned(grad_columns, four_gate, quad, column, quads, columns)
+        store_turned(grad_columns + columns.to(tl.int64) * quads, four_up, quad, column, quads, columns)
+
+
+@triton.jit
+def swiglu_quantize_blocks_forward(
+    x, out, inverse, rows, columns, stride, LARGEST: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    block = tl.program_id(1).to(tl.int64)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    value = _output(x, row, column, rows, columns, stride)
+    factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
+    tl.store(inverse + block * rows + row, 1.0 / factors, mask=row < rows)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out + row[:, None] * columns + column[None, :], to_fp8(value * factors[:, None], LARGEST), mask=inside)
+
+
+@triton.jit
+def swiglu_quantize_blocks_backward(
+    x, grad, out_columns, out_inverse, grad_rows, row_inverse, grad_columns, column_inverse, rows, quads, columns, stride, grad_stride,
+    LARGEST_OUT: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    column = across * BLOCK + tl.arange(0, BLOCK)
+    out0, gate0, up0 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 0)
+    out1, gate1, up1 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 1)
+    out2, gate2, up2 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 2)
+    out3, gate3, up3 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 3)
+    store_column_blocks(out_columns, out_inverse, out0, out1, out2, out3, quad, column, quads, columns, down, columns, LARGEST_OUT)
+    both, blocks = 2 * columns, tl.num_programs(1)
+    store_row_blocks(grad_rows, row_inverse, gate0, quad, column, rows, columns, across, both, 0, LARGEST)
+    store_row_blocks(grad_rows, row_inverse, gate1, quad, column, rows, columns, across, both, 1, LARGEST)
+    store_row_blocks(grad_rows, row_inverse, gate2, quad, column, rows, columns, across, both, 2, LARGEST)
+    store_row_blocks(grad_rows, row_inverse, gate3, quad, column, rows, columns, across, both, 3, LARGEST)
+    store_column_blocks(grad_columns, column_inverse, gate0, gate1, gate2, gate3, quad, column, quads, columns, down, both, LARGEST)
+    grad_rows += columns
+    store_row_blocks(grad_rows, row_inverse, up0, quad, column, rows, columns, across + blocks, both, 0, LARGEST)
+    store_row_blocks(grad_rows, row_inverse, up1, quad, column, rows, columns, across + blocks, both, 1, LARGEST)
+    store_row_blocks(grad_rows, row_inverse, up2, quad, column, rows, columns, across + blocks, both, 2, LARGEST)
+    store_row_blocks(grad_rows, row_inverse, up3, quad, column, rows, columns, across + blocks, both, 3, LARGEST)
+    grad_columns += columns.to(tl.int64) * quads
+    column_inverse += columns
+    store_column_blocks(grad_columns, column_inverse, up0, up1, up2, up3, quad, column, quads, columns, down, both, LARGEST)
 
 
 def forward(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None) -> torch.Tensor:
@@ -111,9 +186,41 @@ def backward(
     grad_columns = None if inverse is None else torch.empty(2 * columns, filled, dtype=dtype, device=x.device)
     tall, wide, warps = BACKWARD_TILE
     swiglu_quantize_backward[(triton.cdiv(filled, tall), triton.cdiv(columns, wide))](
-        x, grad, inverse_out, inverse_out if inverse is None else inverse, inverse_out if amax is None else amax, out_columns, grad_rows,
-        grad_rows if grad_columns is None else grad_columns, rows, filled, columns, x.stride(0), grad.stride(0),
+        x, grad, inverse_out, inverse_out if inverse is None else inverse, inverse_out if amax is None else amax, in_fours(out_columns),
+        grad_rows, in_fours(out_columns if grad_columns is None else grad_columns), rows, filled // 4, columns, x.stride(0), grad.stride(0),
         LARGEST_OUT=LARGEST[out_dtype], LARGEST=LARGEST[dtype], QUANTIZE=inverse is not None, RECORD=amax is not None,
         TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return out_columns, grad_rows, grad_columns
+
+
+def forward_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [m, 2n] contiguous in its last dim -> ([m, n] with a scale for 1 x 128, the inverse scales); n a multiple of 128."""
+    rows, columns = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    inverse = inverses_of_blocks(x, rows, columns // BLOCK)
+    swiglu_quantize_blocks_forward[(triton.cdiv(rows, BLOCKS_TALL), columns // BLOCK)](
+        x, out, inverse, rows, columns, x.stride(0), LARGEST=LARGEST[dtype], TALL=BLOCKS_TALL, BLOCK=BLOCK, num_warps=BLOCKS_WARPS
+    )
+    return out, inverse
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # (data, inverse scales)
+
+
+def backward_blocks(x: torch.Tensor, grad: torch.Tensor, out_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Pair, Pair, Pair]:
+    """x [m, 2n], grad [m, n] of the output -> the output transposed [n, padded m], the gradient of x [m, 2n], and transposed, each with a
+    scale for 1 x 128; n a multiple of 128."""
+    rows, columns, filled = x.shape[0], x.shape[1] // 2, padded(x.shape[0])
+    down, across = triton.cdiv(filled, BLOCK), columns // BLOCK
+    out_columns = torch.empty(columns, filled, dtype=out_dtype, device=x.device)
+    grad_rows = torch.empty(rows, 2 * columns, dtype=dtype, device=x.device)
+    grad_columns = torch.empty(2 * columns, filled, dtype=dtype, device=x.device)
+    out_inverse, row_inverse = inverses_of_blocks(x, columns, down), inverses_of_blocks(x, rows, 2 * across)
+    column_inverse = inverses_of_blocks(x, 2 * columns, down)
+    swiglu_quantize_blocks_backward[(down, across)](
+        x, grad, in_fours(out_columns), out_inverse, grad_rows, row_inverse, in_fours(grad_columns), column_inverse, rows, filled // 4,
+        columns, x.stride(0), grad.stride(0), LARGEST_OUT=LARGEST[out_dtype], LARGEST=LARGEST[dtype], BLOCK=BLOCK,
+        num_warps=BACKWARD_BLOCKS_WARPS,
+    )  # fmt: skip
+    return (out_columns, out_inverse), (grad_rows, row_inverse), (grad_columns, column_inverse)
