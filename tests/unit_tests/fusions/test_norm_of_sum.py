@@ -69,33 +69,33 @@ def fused(x: torch.Tensor, added: Any, weight: Any, bias: Any, **kind: bool) -> 
     return norm_of_sum(x, added, weight, bias, EPS, **kind)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, rms: bool, parts: int, strided: bool = False) -> dict[str, torch.Tensor]:
-    """parts: 0 x alone, 1 with `added`, 2 with its bias. strided: slices of something wider, and a column apart."""
+def rand(*sizes: int, dtype: torch.dtype = torch.float32, apart: int = 0) -> torch.Tensor:
+    """apart: 0 for contiguous ones; 1 for rows apart, as a slice of something wider; 2 for numbers apart."""
+    wide = torch.randn(*sizes[:-1], max(apart, 1) * sizes[-1] + 3 * apart, device=device.current_device()).to(dtype)
+    return wide[..., 3 * apart :: max(apart, 1)]
 
-    def rand(*sizes: int) -> torch.Tensor:
-        if strided and len(sizes) > 1:
-            return torch.randn(*sizes[:-1], 2 * sizes[-1] + 3, device=device.current_device()).to(dtype)[..., 3::2]
-        return torch.randn(*sizes, device=device.current_device()).to(dtype)
 
-    inputs = {"x": rand(*shape), "weight": rand(shape[-1]) + 1}
-    inputs |= {} if rms else {"bias": rand(shape[-1])}
-    inputs |= {"added": 2 * rand(*shape)} if parts else {}
-    return inputs | ({"added_bias": rand(shape[-1])} if parts == 2 else {})
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, rms: bool, parts: int, apart: tuple[int, int] = (0, 0)) -> dict[str, torch.Tensor]:
+    """parts: 0 x alone, 1 with `added`, 2 with its bias. apart: of x and of `added`."""
+    inputs = {"x": rand(*shape, dtype=dtype, apart=apart[0]), "weight": rand(shape[-1], dtype=dtype) + 1}
+    inputs |= {} if rms else {"bias": rand(shape[-1], dtype=dtype)}
+    inputs |= {"added": rand(*shape, dtype=dtype, apart=apart[1])} if parts else {}
+    return inputs | ({"added_bias": rand(shape[-1], dtype=dtype)} if parts == 2 else {})
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 70)), st.sampled_from(list(TOLERANCE)),
-    st.booleans(), st.booleans(), st.integers(0, 2), st.booleans(), st.integers(0, 2**31),
+    st.booleans(), st.booleans(), st.integers(0, 2), st.tuples(*[st.integers(0, 2)] * 4), st.integers(0, 2**31),
 )  # fmt: skip
 def test_is_what_its_parts_give(
-    shape: Any, dtype: torch.dtype, rms: bool, zero_centered: bool, parts: int, strided: bool, seed: int
+    shape: Any, dtype: torch.dtype, rms: bool, zero_centered: bool, parts: int, apart: tuple[int, ...], seed: int
 ) -> None:
     """Results to the bit; gradients within rounding of fp64's."""
     torch.manual_seed(seed)
     kind = {"rms": rms, "zero_centered": zero_centered}
-    inputs = drawn(shape, dtype, rms, parts, strided)
-    grads: list[torch.Tensor | None] = [torch.randn_like(inputs["x"]) for _ in range(2)]
+    inputs = drawn(shape, dtype, rms, parts, (apart[0], apart[1]))
+    grads: list[torch.Tensor | None] = [rand(*shape, dtype=dtype, apart=each) for each in apart[2:]]
     with kernels_that_round():
         (out, found), (expected, _) = run(fused, inputs, grads, **kind), run(by_parts, inputs, grads, **kind)
     for one, other in zip(out, expected, strict=True):
