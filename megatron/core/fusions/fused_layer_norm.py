@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.tensor_parallel.layers import empty_parameter
 from megatron.core.tensor_parallel.param_sharding import declare, replicated
@@ -15,6 +16,8 @@ from megatron.core.tensor_parallel.param_sharding import declare, replicated
 # What config.normalization may be -> whether it leaves out the mean and the bias.
 NORMALIZATIONS = {"LayerNorm": False, "RMSNorm": True}
 WIDEST_KERNEL = 16384  # the kernel holds a row at once
+Added = tuple[torch.Tensor | None, torch.Tensor | None]  # a part's output [.., h] and its bias [h], where it has them
+NOTHING_ADDED: Added = (None, None)
 
 
 def is_rms(normalization: str) -> bool:
@@ -53,8 +56,39 @@ def norm_plain(
     return (wide if bias is None else wide + bias).to(x.dtype)
 
 
+def norm_of_sum(
+    x: torch.Tensor,
+    added: Added,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of the sum, the sum, which goes on as the residual) of x [.., h] and what a part of a layer gave; NOTHING_ADDED: it is x.
+
+    Where kernels run one makes both, and in the backward pass one adds up both gradients, in fp32, where autograd would round once more.
+    """
+    kind: dict[str, Any] = {"rms": rms, "zero_centered": zero_centered}
+    if kernels_run_on(x) and x.shape[-1] <= WIDEST_KERNEL and _like_rows_of(x, *added):
+        from megatron.core.fusions.kernels import norm as kernels
+
+        return kernels.norm_of_sum(x, added, weight, bias, eps, **kind)
+    output, output_bias = added
+    total = x if output is None else bias_dropout_add((output, output_bias), x, 0.0, False)
+    return norm(total, weight, bias, eps, **kind), total
+
+
+def _like_rows_of(x: torch.Tensor, output: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether the sum has x's shape and dtype at each step."""
+    if output is None:
+        return True
+    return (output.shape, output.dtype) == (x.shape, x.dtype) and (bias is None or (bias.shape, bias.dtype) == (x.shape[-1:], x.dtype))
+
+
 class FusedLayerNorm(torch.nn.Module):
-    """The norm that a config asks for: [.., hidden_size] -> same.
+    """The norm that a config asks for: [.., hidden_size] -> same. With `added`: what norm_of_sum gives.
 
     `zero_centered_gamma` defaults to the config's. `normalization` may repeat what the config says: all norms of a model are of one kind,
     and ValueError is raised for another. `persist_layer_norm` changes nothing: torch chooses the kernel.
@@ -92,8 +126,11 @@ class FusedLayerNorm(torch.nn.Module):
             if self.bias is not None:
                 self.bias.zero_()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return norm(input, self.weight, self.bias, self.eps, rms=self.rms, zero_centered=self.zero_centered)
+    def forward(self, input: torch.Tensor, added: Added | None = None) -> Any:
+        kind: dict[str, Any] = {"rms": self.rms, "zero_centered": self.zero_centered}
+        if added is not None:
+            return norm_of_sum(input, added, self.weight, self.bias, self.eps, **kind)
+        return norm(input, self.weight, self.bias, self.eps, **kind)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size[0]}, {'RMSNorm' if self.rms else 'LayerNorm'}, eps {self.eps}"

@@ -7,6 +7,8 @@ import torch
 
 from megatron.core.context_parallel.combinations import comm_type_of_layer
 from megatron.core.fp8.model import use_fp8
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_layer_norm import NOTHING_ADDED, FusedLayerNorm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import RecomputedOutput, checkpoint, dropout_state
@@ -155,7 +157,7 @@ class TransformerLayer(MegatronModule):
         loss_tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`padding_mask` and `loss_tokens` are for a MoE layer, see MoELayer."""
-        normed, norm = self._norm(self.input_layernorm, hidden_states)
+        normed, residual, norm = self._norm(self.input_layernorm, hidden_states)
         attention = self.self_attention(
             normed,
             attention_mask=attention_mask,
@@ -164,18 +166,41 @@ class TransformerLayer(MegatronModule):
             attention_bias=attention_bias,
             packed_seq_params=packed_seq_params,
         )
-        hidden_states = self._join(self.self_attn_bda, attention, normed, hidden_states)
-        norm.free_until_backward_of(hidden_states)
-        normed, norm = self._norm(self.pre_mlp_layernorm, hidden_states)
+        normed, residual, norm = self._join_and_norm(attention, normed, residual, norm)
         halves = self.mlp(normed, padding_mask=padding_mask, loss_tokens=loss_tokens) if self.is_moe_layer else self._mlp(normed)
-        output = self._join(self.mlp_bda, halves, normed, hidden_states)
+        output = self._join(self.mlp_bda, halves, normed, residual)
         norm.free_until_backward_of(output)
         return output, context
 
-    def _norm(self, norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RecomputedOutput]:
-        """The norm's output, and what frees it once its users have run (nothing is freed unless that is asked for)."""
+    @property
+    def norms_sum_residuals(self) -> bool:
+        """Whether the norms make the residual stream's sums and those of its gradients (norm_of_sum): where these are plain sums."""
+        config = self.config
+        return (
+            config.bias_dropout_fusion
+            and not (self.training and self.hidden_dropout)
+            and not config.apply_residual_connection_post_layernorm
+            and not config.recomputes("layernorm")
+            and self.self_attn_bda is self.mlp_bda is get_bias_dropout_add
+            and type(self.input_layernorm) is type(self.pre_mlp_layernorm) is FusedLayerNorm
+        )
+
+    def _norm(self, norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, RecomputedOutput]:
+        """The norm's output, the residual, and what frees the output once its users have run (unless asked for, nothing is freed)."""
         recomputed = RecomputedOutput(self.training and self.config.recomputes("layernorm") and not isinstance(norm, IdentityOp))
-        return recomputed.run(norm, hidden_states), recomputed
+        if self.norms_sum_residuals:
+            return *norm(hidden_states, NOTHING_ADDED), recomputed
+        return recomputed.run(norm, hidden_states), hidden_states, recomputed
+
+    def _join_and_norm(
+        self, attention: Any, normed: torch.Tensor, residual: torch.Tensor, norm: RecomputedOutput
+    ) -> tuple[torch.Tensor, torch.Tensor, RecomputedOutput]:
+        """What `_norm` gives, of the residual stream that attention has joined."""
+        if self.norms_sum_residuals:
+            return *self.pre_mlp_layernorm(residual, attention), norm
+        hidden_states = self._join(self.self_attn_bda, attention, normed, residual)
+        norm.free_until_backward_of(hidden_states)
+        return self._norm(self.pre_mlp_layernorm, hidden_states)
 
     def _mlp(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.training and self.config.recomputes("mlp"):
