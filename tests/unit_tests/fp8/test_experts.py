@@ -1,4 +1,4 @@
-"""Routed experts in FP8: against products of the dequantized tensors and against experts in fp32, over steps, recompute, ranks, checkpoints."""
+"""Routed experts in FP8: against products of the dequantized tensors and experts in fp32, over steps, recompute, ranks, checkpoints."""
 
 from typing import Any
 from unittest import mock
@@ -42,6 +42,13 @@ def config_of(fp8: str | None = "hybrid", **more: Any) -> TransformerConfig:
     return TransformerConfig(**(values | more))
 
 
+def gradient(linear: GroupedLinear) -> torch.Tensor:
+    weight: Any = linear.weight
+    found = weight.main_grad if getattr(weight, "main_grad_filled", False) else weight.grad
+    assert found is not None
+    return found
+
+
 def layer_of(config: TransformerConfig, groups: ProcessGroupCollection | None = None) -> MoELayer:
     groups = groups or ProcessGroupCollection()
     spec = get_moe_module_spec(False, config.num_moe_experts, config.moe_grouped_gemm)
@@ -59,11 +66,11 @@ def with_buffers(module: torch.nn.Module) -> None:
 
 
 def linear_of(config: TransformerConfig, outputs: int = FFN) -> GroupedLinear:
-    init = {"init_method": lambda w: torch.nn.init.normal_(w, 0, 0.1), "bias": False, "split": "column"}
+    init: dict[str, Any] = {"init_method": lambda w: torch.nn.init.normal_(w, 0, 0.1), "bias": False, "split": "column"}
     torch.manual_seed(3)
     linear = GroupedLinear(EXPERTS, HIDDEN, outputs, config=config, pg_collection=ProcessGroupCollection(), **init)
-    for param in linear.parameters():
-        param.initializer = lambda tensor: tensor.normal_(0.0, 0.2)
+    weight: Any = linear.weight
+    weight.initializer = lambda tensor: tensor.normal_(0.0, 0.2)
     initialize_parameters(linear, 5)
     use_fp8(linear, config, 1)
     return linear
@@ -102,8 +109,7 @@ def test_products_of_the_dequantized_tensors(sizes: list[int], recipe: str, form
     out.backward(grad)
     assert x.grad is not None and out.shape == (n, FFN)
     if n == 0:
-        found = linear.weight.main_grad if fused else linear.weight.grad
-        assert found is not None and not found.any() and x.grad.shape == (0, HIDDEN)
+        assert not gradient(linear).any() and x.grad.shape == (0, HIDDEN)
         assert linear.fp8.scaling is None or linear.fp8.scaling.is_known == [False, True, False], "no scale of nothing"
         return
     quantize = {"record": False, "rows": True, "columns": True}
@@ -116,9 +122,7 @@ def test_products_of_the_dequantized_tensors(sizes: list[int], recipe: str, form
     parts = list(zip(x_values.split(sizes), dy_values.split(sizes), matrices, strict=True))
     close(out.detach(), torch.cat([part @ matrix.t() for part, _, matrix in parts]))
     close(x.grad, torch.cat([dy @ matrix for _, dy, matrix in parts]))
-    found, expected = linear.weight.main_grad if fused else linear.weight.grad, torch.stack([dy.t() @ part for part, dy, _ in parts])
-    assert found is not None
-    close(found, expected, SUMS if fused else BF16)
+    close(gradient(linear), torch.stack([dy.t() @ part for part, dy, _ in parts]), SUMS if fused else BF16)
 
 
 def test_weight_gradients_in_bf16_on_request() -> None:
@@ -126,16 +130,14 @@ def test_weight_gradients_in_bf16_on_request() -> None:
     x, grad = random(32, HIDDEN, seed=1), random(32, FFN, seed=2)
     linear(x, counts_of(sizes)).backward(grad)
     expected = torch.stack([dy.t() @ part for part, dy in zip(x.split(sizes), grad.split(sizes), strict=True)])
-    assert linear.weight.grad is not None
-    close(linear.weight.grad, expected)
+    close(gradient(linear), expected)
 
 
 def gradients(layer: MoELayer) -> dict[str, torch.Tensor]:
     """Of experts one by one and of the router, whichever module holds them."""
     found: dict[str, torch.Tensor] = {}
     for name, param in layer.named_parameters():
-        grad = param.main_grad if getattr(param, "main_grad_filled", False) else param.grad
-        assert grad is not None, name
+        grad: Any = param.main_grad if getattr(param, "main_grad_filled", False) else param.grad  # type: ignore[attr-defined]
         if "local_experts" in name:
             _, _, expert, linear, kind = name.split(".")
             found[f"experts.{linear}.{kind}.{expert}"] = grad
@@ -182,11 +184,12 @@ def test_sequential_and_grouped_experts_differ_in_scales_alone() -> None:
     layers = [layer_of(config_of(moe_grouped_gemm=is_grouped, fp8_margin=2)) for is_grouped in (True, False)]  # room: nothing saturates
     steps = [Fp8Steps([layer], ProcessGroupCollection()) for layer in layers]
     for seed in range(3):
+        results = []
         for layer, fp8 in zip(layers, steps, strict=True):
             with_buffers(layer)
-            layer.found = step(layer, seed)
+            results.append(step(layer, seed))
             fp8.end_step()
-        for found, expected in zip(layers[0].found, layers[1].found, strict=True):
+        for found, expected in zip(*results, strict=True):
             close(found, expected)
         for name, expected in gradients(layers[1]).items():
             close(gradients(layers[0])[name], expected, BF16)
@@ -291,14 +294,15 @@ def _steps_of(recipe: str, is_grouped: bool, tp_only: bool) -> tuple[list[torch.
     found = {}
     for name, grad in gradients(layer).items():
         if "experts" in name:
-            base, number = name.rsplit(".", 1)
-            found[f"{base}.{int(number) + first}"] = grad
+            base, expert = name.rsplit(".", 1)
+            found[f"{base}.{int(expert) + first}"] = grad
     states = [t.clone() for t in (steps.scaling.history, steps.scaling.scale)] if steps.scaling else []
     return [t for pair in outputs for t in pair], found, states
 
 
 @pytest.mark.parametrize(
-    ("recipe", "is_grouped", "tp_only"), [("delayed", True, False), ("delayed", True, True), ("delayed", False, False), ("tensorwise", True, False)]
+    ("recipe", "is_grouped", "tp_only"),
+    [("delayed", True, False), ("delayed", True, True), ("delayed", False, False), ("tensorwise", True, False)],
 )
 def test_two_expert_parallel_ranks_compute_what_one_does(recipe: str, is_grouped: bool, tp_only: bool) -> None:
     """A margin leaves room for what the first step's scales, of the first values that a rank sees, do not know of."""
@@ -366,5 +370,5 @@ def test_full_recompute_of_experts_alone() -> None:
         run = lambda rows: linear(rows, counts_of(sizes))  # noqa: E731
         out = checkpoint(run, False, given) if recomputed else run(given)
         out.backward(random(16, FFN, seed=2))
-        found.append([out.detach(), given.grad, linear.weight.grad.clone()])
+        found.append([out.detach(), given.grad, gradient(linear).clone()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
