@@ -19,6 +19,7 @@ from megatron.core.fp8 import gemm, grouped
 from megatron.core.fp8.formats import E4M3, E5M2
 from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
 from megatron.core.tensor_parallel.weight_grad import write_grouped_weight_grad
+from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 TOKENS = 8192
 LINEARS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}  # outputs, inputs
@@ -131,7 +132,7 @@ def experts() -> None:
         uneven = torch.rand(count, generator=torch.Generator().manual_seed(1)) + 0.5
         sizes = (uneven / uneven.sum() * rows).long()
         sizes[-1] += rows - sizes.sum()
-        counts = grouped.Counts(sizes.cuda(), sizes.tolist())
+        counts = TokenCounts(sizes.cuda(), sizes.tolist())
         flops = 2.0 * rows * n * k
         weight = torch.randn(count, n, k, device="cuda").bfloat16()
         one = torch.ones(1, device="cuda")
@@ -143,7 +144,7 @@ def experts() -> None:
 
 
 def _products_of_rows(
-    label: str, x: torch.Tensor, weight: torch.Tensor, matrices: Operand, counts: grouped.Counts, formats: tuple, flops: float
+    label: str, x: torch.Tensor, weight: torch.Tensor, matrices: Operand, counts: TokenCounts, formats: tuple, flops: float
 ) -> None:
     offsets = counts.on_device.cumsum(0).to(torch.int32)
     attempt(f"{label} bf16", partial(torch.nn.functional.grouped_mm, x, weight, offs=offsets), flops)
@@ -161,7 +162,7 @@ def _products_of_rows(
         attempt(f"{label} {dtype} by Triton", partial(grouped.by_triton, rows, matrices, counts, x.dtype), flops)
 
 
-def _gradients_of_experts(label: str, dy: torch.Tensor, x: torch.Tensor, counts: grouped.Counts, out: torch.Tensor, flops: float) -> None:
+def _gradients_of_experts(label: str, dy: torch.Tensor, x: torch.Tensor, counts: TokenCounts, out: torch.Tensor, flops: float) -> None:
     one = torch.ones(1, device="cuda")
     left, right = (grouped.quantize_groups(t, counts, dtype, scale=one, inverse=one) for t, dtype in ((dy, E5M2), (x, E4M3)))
     weight = torch.nn.Parameter(torch.empty(out.shape, device="cuda", dtype=torch.bfloat16))

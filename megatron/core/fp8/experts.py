@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 
-from megatron.core.fp8.grouped import Counts, Grouped, quantize_groups, rows_product, weight_grads
+from megatron.core.fp8.grouped import Grouped, quantize_groups, rows_product, weight_grads
 from megatron.core.fp8.linear import Fp8Linear
 from megatron.core.fp8.quantize import TENSOR, Operand
 from megatron.core.fp8.scaling import GRADIENT, INPUT, WEIGHT, dtype_of
 from megatron.core.tensor_parallel.weight_grad import mark_written
 from megatron.core.transformer.moe.grouped_gemm import grouped_weight_grad
+from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 
 class Fp8Experts(Fp8Linear):
     """What the linear has beside its weight [experts, out, in]."""
 
-    _even: Counts | None = None
+    _even: TokenCounts | None = None
     _of_experts: tuple[Grouped, Operand, Operand] | None = None
 
     def quantize_rows(
-        self, role: int, x: torch.Tensor, counts: Any, *, record: bool, rows: bool, columns: bool, into: Grouped | None = None
+        self, role: int, x: torch.Tensor, counts: TokenCounts, *, record: bool, rows: bool, columns: bool, into: Grouped | None = None
     ) -> Grouped:
         """x [n, k], sorted by expert, as `role`. record: what delayed scaling sees of it counts for the next step."""
         return quantize_groups(
@@ -37,7 +38,7 @@ class Fp8Experts(Fp8Linear):
         if self._of_experts is None or self._version != version:
             experts, outputs, inputs = self.weight.shape
             if self._even is None:
-                self._even = Counts(torch.full((experts,), outputs, device=self.weight.device), [outputs] * experts)
+                self._even = TokenCounts(torch.full((experts,), outputs, device=self.weight.device), [outputs] * experts)
             flat, into = self.weight.detach().view(-1, inputs), None if self._of_experts is None else self._of_experts[0]
             made = self.quantize_rows(WEIGHT, flat, self._even, record=True, rows=True, columns=True, into=into)
             assert made.rows is not None and made.columns is not None
@@ -49,8 +50,8 @@ class Fp8Experts(Fp8Linear):
     def quantize_weight(self) -> None:
         self.matrices()
 
-    def of_rows(self, x: torch.Tensor, counts: Any, *, fuse_weight_grad: bool, training: bool, keep_input: bool) -> torch.Tensor:
-        """x [n, in] sorted by expert -> [n, out]. counts: a TokenCounts. keep_input: x is freed, and there again for the backward pass."""
+    def of_rows(self, x: torch.Tensor, counts: TokenCounts, *, fuse_weight_grad: bool, training: bool, keep_input: bool) -> torch.Tensor:
+        """x [n, in] sorted by expert -> [n, out]. keep_input: x is freed, and there again for the backward pass."""
         settings = fuse_weight_grad, training, keep_input or not self.settings.wgrad
         return _Fp8Experts.apply(x, self.weight, counts, self, settings, torch.is_grad_enabled())
 
@@ -58,7 +59,7 @@ class Fp8Experts(Fp8Linear):
 class _Fp8Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: Any, linear: Fp8Experts, settings: tuple, recorded: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: TokenCounts, linear: Fp8Experts, settings: tuple, recorded: bool
     ) -> torch.Tensor:
         _, training, keep_input = settings
         keeps = recorded and ctx.needs_input_grad[1]
@@ -97,7 +98,7 @@ def _kept_inputs(ctx: Any) -> Grouped:
     return ctx.linear.quantize_rows(INPUT, saved, ctx.counts, record=False, rows=False, columns=True)
 
 
-def _weight_grad(linear: Fp8Experts, grad: Grouped, inputs: Grouped, counts: Any, fuse: bool) -> torch.Tensor | None:
+def _weight_grad(linear: Fp8Experts, grad: Grouped, inputs: Grouped, counts: TokenCounts, fuse: bool) -> torch.Tensor | None:
     """The gradient for autograd to pass on; None where it went into the weight's main_grad. It is never put off."""
     weight: Any = linear.weight
     if fuse and hasattr(weight, "main_grad"):

@@ -22,23 +22,9 @@ from megatron.core.fp8.gemm import product
 from megatron.core.fp8.quantize import TENSOR, Operand, padded
 from megatron.core.fp8.settings import ALIGNMENT
 from megatron.core.fusions.kernels import kernels_run_on
+from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 logger = logging.getLogger(__name__)
-
-
-class Counts:
-    """Rows of each group: [groups] on the device, and a list when it is first asked for. As moe/token_dispatcher.TokenCounts."""
-
-    def __init__(self, on_device: torch.Tensor, on_host: list[int] | None = None) -> None:
-        self.on_device, self._on_host = on_device, on_host
-
-    def prefetch(self) -> None:
-        """Begin to bring the list here."""
-
-    def tolist(self) -> list[int]:
-        if self._on_host is None:
-            self._on_host = self.on_device.tolist()
-        return self._on_host
 
 
 class Grouped(NamedTuple):
@@ -80,7 +66,7 @@ def quantize_groups_plain(
 
 def quantize_groups(
     x: torch.Tensor,
-    counts: Counts,
+    counts: TokenCounts,
     dtype: torch.dtype,
     *,
     scale: torch.Tensor | None = None,
@@ -142,7 +128,7 @@ def rows_product_plain(rows: Operand, matrices: Operand, counts: list[int], out_
     return torch.cat([part.mm(matrix.t()) for part, matrix in parts]).to(out_dtype)
 
 
-def rows_product(rows: Operand, matrices: Operand, counts: Counts, out_dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
+def rows_product(rows: Operand, matrices: Operand, counts: TokenCounts, out_dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
     """rows [n, k] times its group's matrix, of [groups, m, k], transposed -> [n, m]. Both with one scale. fast: as gemm.product's."""
     if not rows.data.shape[0]:
         return torch.empty(0, matrices.data.shape[1], dtype=out_dtype, device=rows.data.device)
@@ -155,7 +141,7 @@ def rows_product(rows: Operand, matrices: Operand, counts: Counts, out_dtype: to
     return by_group(rows, matrices, counts, out_dtype, fast)
 
 
-def by_torch(rows: Operand, matrices: Operand, counts: Counts, fast: bool) -> torch.Tensor:
+def by_torch(rows: Operand, matrices: Operand, counts: TokenCounts, fast: bool) -> torch.Tensor:
     """In bf16. A scale of the whole is one for each row, and for each row of a matrix."""
     of_rows = rows.inverse.expand(rows.data.shape[0]).contiguous()
     of_matrices = matrices.inverse.expand(matrices.data.shape[:2]).contiguous()
@@ -165,13 +151,13 @@ def by_torch(rows: Operand, matrices: Operand, counts: Counts, fast: bool) -> to
     )
 
 
-def by_triton(rows: Operand, matrices: Operand, counts: Counts, out_dtype: torch.dtype) -> torch.Tensor:
+def by_triton(rows: Operand, matrices: Operand, counts: TokenCounts, out_dtype: torch.dtype) -> torch.Tensor:
     from megatron.core.fusions.kernels import scaled_grouped_mm
 
     return scaled_grouped_mm.rows_product(rows.data, rows.inverse, matrices.data, matrices.inverse, counts.on_device, out_dtype)
 
 
-def by_group(rows: Operand, matrices: Operand, counts: Counts, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def by_group(rows: Operand, matrices: Operand, counts: TokenCounts, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
     """A product for each; the host reads the counts."""
     sizes = counts.tolist()
     out = torch.empty(rows.data.shape[0], matrices.data.shape[1], dtype=out_dtype, device=rows.data.device)
@@ -189,7 +175,7 @@ def grouped_product_works(dtype_rows: torch.dtype, dtype_matrices: torch.dtype) 
     x, w = (torch.randn(*shape, generator=generator).to(where) for shape in ((sum(sizes), 512), (len(sizes), 384, 512)))
     half, two = (torch.full((1,), value, device=where) for value in (0.5, 2.0))
     rows, matrices = Operand(x.to(dtype_rows), half, TENSOR), Operand(w.to(dtype_matrices), two, TENSOR)
-    counts = Counts(torch.tensor(sizes, device=where), sizes)
+    counts = TokenCounts(torch.tensor(sizes, device=where), sizes)
     try:
         found = by_torch(rows, matrices, counts, fast=False).float()
         expected = rows_product_plain(rows, matrices, sizes, torch.float32)
@@ -213,7 +199,7 @@ def weight_grads_plain(left: list[Operand], right: list[Operand], out: torch.Ten
         part.add_(found) if add else part.copy_(found)
 
 
-def weight_grads(left: Grouped, right: Grouped, counts: Counts, out: torch.Tensor, *, add: bool) -> None:
+def weight_grads(left: Grouped, right: Grouped, counts: TokenCounts, out: torch.Tensor, *, add: bool) -> None:
     """out [groups, m, n], contiguous: as weight_grads_plain, of the columns of `left` and `right`."""
     assert left.columns is not None and right.columns is not None
     if device.on_accelerator(out) and left.columns.numel():
@@ -226,7 +212,7 @@ def weight_grads(left: Grouped, right: Grouped, counts: Counts, out: torch.Tenso
     weight_grads_plain(left.blocks(sizes, out.shape[1]), right.blocks(sizes, out.shape[2]), out, add)
 
 
-def weight_grads_by_triton(left: Grouped, right: Grouped, counts: Counts, out: torch.Tensor, add: bool) -> None:
+def weight_grads_by_triton(left: Grouped, right: Grouped, counts: TokenCounts, out: torch.Tensor, add: bool) -> None:
     """One call; a sum is added where it is made."""
     from megatron.core.fusions.kernels import scaled_grouped_mm
 
@@ -234,7 +220,7 @@ def weight_grads_by_triton(left: Grouped, right: Grouped, counts: Counts, out: t
     scaled_grouped_mm.weight_grads(left.columns, left.inverse, right.columns, right.inverse, counts.on_device, out, add)
 
 
-def weight_grads_by_group(left: Grouped, right: Grouped, counts: Counts, out: torch.Tensor, add: bool) -> None:
+def weight_grads_by_group(left: Grouped, right: Grouped, counts: TokenCounts, out: torch.Tensor, add: bool) -> None:
     """A product for each, then a sum; the host reads the counts."""
     sizes = counts.tolist()
     blocks = zip(left.blocks(sizes, out.shape[1]), right.blocks(sizes, out.shape[2]), sizes, strict=True)

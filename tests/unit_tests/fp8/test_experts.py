@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron.core import device
 from megatron.core.fp8 import experts as fp8_experts
-from megatron.core.fp8.grouped import Counts
 from megatron.core.fp8.model import Fp8Steps, extra_states, fp8_linears, load_extra_states, use_fp8
 from megatron.core.fp8.scaling import GRADIENT, INPUT, WEIGHT
 from megatron.core.fp8.settings import RECIPES
@@ -22,6 +21,7 @@ from megatron.core.tensor_parallel.param_sharding import initialize_parameters
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.experts import GroupedLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.distributed import ranks
@@ -80,8 +80,8 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16().to(device.current_device())
 
 
-def counts_of(sizes: list[int]) -> Any:
-    return Counts(torch.tensor(sizes, device=device.current_device()))
+def counts_of(sizes: list[int]) -> TokenCounts:
+    return TokenCounts(torch.tensor(sizes, device=device.current_device()))
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = BF16) -> None:
@@ -257,6 +257,26 @@ def test_evaluation_uses_the_scales_and_leaves_no_trace() -> None:
     with torch.no_grad():
         layer(random(24, 1, HIDDEN, seed=3, scale=100.0))
     assert all(torch.equal(*pair) for pair in zip(before, (steps.scaling.amax, steps.scaling.scale, steps.scaling.history), strict=True))
+
+
+@pytest.mark.skipif(not device.has_accelerator(), reason="a CPU waits for nobody")
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("form", ["hybrid", "e4m3"])
+def test_nothing_waits_for_the_device(is_fused: bool, form: str) -> None:
+    """But for the counts, which weight gradients group by group read when they have arrived."""
+    linear = linear_of(config_of(form))
+    for waits in ("default", "error"):  # what is tried once is tried in the first pass
+        for batch in range(2):
+            if is_fused and batch == 0:
+                with_buffers(linear)
+            counts = counts_of([5, 0, 100, 7])
+            x = random(112, HIDDEN, seed=1).requires_grad_()
+            grad = random(112, FFN, seed=2)
+            torch.cuda.set_sync_debug_mode(waits)
+            try:
+                linear(x, counts).backward(grad)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def test_which_recipes_quantize_whose_weights() -> None:

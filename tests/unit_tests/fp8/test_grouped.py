@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from megatron.core import device
 from megatron.core.fp8 import grouped
 from megatron.core.fp8.formats import E4M3, E5M2, LARGEST, amax_of, scale_for
-from megatron.core.fp8.grouped import Counts, Grouped, quantize_groups
+from megatron.core.fp8.grouped import Grouped, quantize_groups
 from megatron.core.fp8.quantize import TENSOR, Operand, padded
+from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from megatron.core.fusions import kernels
@@ -38,8 +39,8 @@ def values(*shape: int, dtype: torch.dtype = E4M3, seed: int = 0) -> torch.Tenso
     return (x * 2.0 ** (seed % 7 - 3)).bfloat16().to(device.current_device())
 
 
-def counts_of(sizes: list[int]) -> Counts:
-    return Counts(torch.tensor(sizes, device=device.current_device()))
+def counts_of(sizes: list[int]) -> TokenCounts:
+    return TokenCounts(torch.tensor(sizes, device=device.current_device()))
 
 
 def plain(x: torch.Tensor, sizes: list[int], scale: torch.Tensor, dtype: torch.dtype) -> Grouped:
@@ -132,7 +133,7 @@ def test_matrices_gradients_group_by_group(
 
 def test_a_result_over_an_earlier_one() -> None:
     """Weights stay in their place; with a scale that is made from them too."""
-    counts = Counts(torch.full((3,), 32, device=device.current_device()), [32] * 3)
+    counts = TokenCounts(torch.full((3,), 32, device=device.current_device()), [32] * 3)
     first = quantize_groups(values(96, 48, seed=1), counts, E4M3)
     places = [part.data_ptr() for part in first if part is not None]
     second = quantize_groups(values(96, 48, seed=2), counts, E4M3, into=first)
