@@ -48,6 +48,22 @@ def test_learns_as_in_bf16(golden: Path, tmp_path: Path, steps: int, recipe: str
     assert mean(plain[-steps // 5 :]) < 0.9 * plain[0]
 
 
+@pytest.mark.parametrize(
+    ("steps", "experts", "recipe"),
+    [
+        (30, "--moe-grouped-gemm", "delayed"),
+        *(pytest.param(200, "--moe-grouped-gemm", recipe, marks=pytest.mark.slow) for recipe in RECIPES[:2]),
+        *(pytest.param(200, "", recipe, marks=pytest.mark.slow) for recipe in RECIPES[:3]),
+    ],
+)
+def test_experts_learn_as_in_bf16(golden: Path, tmp_path: Path, steps: int, experts: str, recipe: str) -> None:
+    moe = f"--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 1e-2 --num-layers 2 {experts}"
+    plain, quantized = (curve(golden, tmp_path, steps, f"{precision} {moe}") for precision in ("--bf16", f"{HYBRID} {recipe}"))
+    assert quantized != plain
+    assert mean(quantized[-steps // 5 :]) == pytest.approx(mean(plain[-steps // 5 :]), rel=5e-3)
+    assert mean(plain[-steps // 5 :]) < 0.9 * plain[0]
+
+
 def losses_of(result: Result) -> list[float]:
     assert result.code == 0, result.err
     return result.losses()
@@ -106,16 +122,19 @@ def test_checkpoints_with_and_without_fp8_state_load_each_other(corpus: Path, tm
         assert result.out.count("no history of scales for 8 linears") == notes
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow)])
-def test_experts_with_a_stateless_recipe_save_and_go_on(corpus: Path, tmp_path: Path, recipe: str) -> None:
-    """Also on another number of expert-parallel ranks; no metadata where the recipe has no state."""
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
+def test_experts_save_and_go_on(corpus: Path, tmp_path: Path, recipe: str) -> None:
+    """To the bit, and on another number of expert-parallel ranks; no metadata where the recipe has no state."""
     flags, folder = f"{HYBRID} {recipe} {MOE}", f"--save {tmp_path} --load {tmp_path}"
     straight = losses_of(train(*on(corpus, flags)))
     first = losses_of(train(*on(corpus, flags, folder, "--exit-interval 2")))
-    for path in ("self_attention.linear_qkv", "mlp.shared_experts.linear_fc1"):
-        assert [bool(state) for state in stored_states(tmp_path, path)] == [recipe == "delayed"] * 2
-    assert not any(stored_states(tmp_path, "mlp.experts.experts.linear_fc1"))
+    for path, entries in (("self_attention.linear_qkv", 2), ("mlp.shared_experts.linear_fc1", 2), ("mlp.experts.experts.linear_fc1", 8)):
+        assert [bool(state) for state in stored_states(tmp_path, path)] == [recipe == "delayed"] * entries
+    for state in stored_states(tmp_path, "mlp.experts.experts.linear_fc2") if recipe == "delayed" else ():
+        assert state["amax_history"].shape == (1, 3) and state["amax_history"].all() and state["scale"].shape == (3,)
     assert any(re.search(r"mlp\.experts\.experts\.linear_fc1\.weight$", key) for key in checkpoint_tensors(tmp_path, 2))
+    resumed = train(*on(corpus, flags, f"--load {tmp_path}"))
+    assert first + losses_of(resumed) == straight and "no history of scales" not in resumed.out
     second = losses_of(on_ranks(2, *on(corpus, flags, folder, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall")))
     assert first + second == pytest.approx(straight, rel=2e-3)
 

@@ -76,6 +76,25 @@ def test_cuda_graphs_are_equal_to_running_without(corpus: Path, tmp_path: Path, 
     assert [(row["lm_loss"], row["grad_norm"]) for row in runs[0].steps] == [(row["lm_loss"], row["grad_norm"]) for row in runs[1].steps]
 
 
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion --hidden-size 128 --moe-ffn-hidden-size 256"
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=two_gpus)])
+@pytest.mark.parametrize("form", ["hybrid", "e4m3"])
+@pytest.mark.parametrize("experts", [EXPERTS, f"{EXPERTS} --no-gradient-accumulation-fusion", EXPERTS.replace("--moe-grouped-gemm", "")])
+def test_experts_in_fp8_train_as_in_bf16(corpus: Path, processes: int, form: str, experts: str) -> None:
+    flags = f"--bf16 --train-iters 30 --lr 2e-3 --lr-decay-iters 30 {LLAMA} {experts}"
+    if processes > 1:
+        flags += f" --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall {SHARDED}"
+    recipes = ["", *(f"--fp8-format {form} --fp8-recipe {recipe}" for recipe in ("delayed", "tensorwise"))]
+    runs = [torchrun(processes, *on(corpus, flags, recipe), on_gpu=True) for recipe in recipes]
+    assert [run.code for run in runs] == [0, 0, 0], runs[1].err + runs[2].err
+    plain, *quantized = ([row["lm_loss"] for row in run.steps] for run in runs)
+    for losses in quantized:
+        assert losses != plain and sum(losses[-6:]) == pytest.approx(sum(plain[-6:]), rel=1e-2)
+    assert plain[-1] < 0.95 * plain[0]
+
+
 @two_gpus
 def test_the_first_failing_rank_is_named_last(corpus: Path, tmp_path: Path) -> None:
     (result,) = fail(corpus, tmp_path, "crash", 1, ranks=2, on_gpu=True)

@@ -1,7 +1,8 @@
 """Times of FP8 products and of quantization at the shapes of llama8L on a GPU, against bf16: `python tools/benchmark/fp8.py`.
 
 Printed: for each linear of a layer (8192 tokens) its three products in bf16, by torch._scaled_mm and by the Triton kernel, with one scale a
-tensor and with blocks, in ms and TFLOP/s; a weight gradient that adds to fp32, by several ways; quantization in ms and GB/s.
+tensor and with blocks, in ms and TFLOP/s; a weight gradient that adds to fp32, by several ways; quantization in ms and GB/s. `experts`: the
+products of experts' linears, each way that there is.
 """
 
 import argparse
@@ -14,9 +15,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.fp8 import cublaslt, gemm
+from megatron.core.fp8 import cublaslt, gemm, grouped
 from megatron.core.fp8.formats import E4M3, E5M2
 from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
+from megatron.core.tensor_parallel.weight_grad import write_grouped_weight_grad
+from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 TOKENS = 8192
 LINEARS = {"qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336)}  # outputs, inputs
@@ -119,14 +122,77 @@ def tiles() -> None:
         attempt(f"SwiGLU forward {tile}", partial(swiglu_quantize.forward, hidden, E4M3, one, amax), bytes_moved=5 * size)
 
 
+def experts() -> None:
+    """A linear's products for the experts of moe8x (16384 rows of 8), and for many small ones, each way that there is."""
+    for rows, count, name, (n, k) in (
+        (16384, 8, "fc1", (14336, 2048)),
+        (16384, 8, "fc2", (2048, 7168)),
+        (16384, 64, "fc1 of 64", (2816, 2048)),
+        (16384, 64, "fc2 of 64", (2048, 1408)),
+    ):
+        uneven = torch.rand(count, generator=torch.Generator().manual_seed(1)) + 0.5
+        sizes = (uneven / uneven.sum() * rows).long()
+        sizes[-1] += rows - sizes.sum()
+        counts = TokenCounts(sizes.cuda(), sizes.tolist())
+        flops = 2.0 * rows * n * k
+        weight = torch.randn(count, n, k, device="cuda").bfloat16()
+        one = torch.ones(1, device="cuda")
+        matrices = Operand(weight.to(E4M3), one, TENSOR), Operand(weight.transpose(1, 2).contiguous().to(E4M3), one, TENSOR)
+        x, dy = torch.randn(rows, k, device="cuda").bfloat16(), torch.randn(rows, n, device="cuda").bfloat16()
+        _products_of_rows(f"{name} forward", x, weight.transpose(1, 2), matrices[0], counts, (E4M3,), flops)
+        _products_of_rows(f"{name} dgrad", dy, weight, matrices[1], counts, (E5M2, E4M3), flops)
+        _gradients_of_experts(f"{name} wgrad", dy, x, counts, torch.zeros(count, n, k, device="cuda"), flops)
+
+
+def _products_of_rows(
+    label: str, x: torch.Tensor, weight: torch.Tensor, matrices: Operand, counts: TokenCounts, formats: tuple, flops: float
+) -> None:
+    offsets = counts.on_device.cumsum(0).to(torch.int32)
+    attempt(f"{label} bf16", partial(torch.nn.functional.grouped_mm, x, weight, offs=offsets), flops)
+    for dtype in formats:
+        one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+        quantize = partial(grouped.quantize_groups, x, counts, dtype, scale=one, inverse=one, amax=amax)
+        attempt(f"{label} {dtype} quantized both ways", quantize, bytes_moved=4 * x.numel())
+        data = quantize().rows
+        assert data is not None
+        rows = Operand(data, one, TENSOR)
+        for fast in (True, False):
+            sums = ", fast sums" if fast else ""
+            attempt(f"{label} {dtype} by torch{sums}", partial(grouped.by_torch, rows, matrices, counts, fast), flops)
+            attempt(f"{label} {dtype} by group{sums}", partial(grouped.by_group, rows, matrices, counts, x.dtype, fast), flops)
+        attempt(f"{label} {dtype} by Triton", partial(grouped.by_triton, rows, matrices, counts, x.dtype), flops)
+
+
+def _gradients_of_experts(label: str, dy: torch.Tensor, x: torch.Tensor, counts: TokenCounts, out: torch.Tensor, flops: float) -> None:
+    one = torch.ones(1, device="cuda")
+    left, right = (grouped.quantize_groups(t, counts, dtype, scale=one, inverse=one) for t, dtype in ((dy, E5M2), (x, E4M3)))
+    weight = torch.nn.Parameter(torch.empty(out.shape, device="cuda", dtype=torch.bfloat16))
+    weight.main_grad = out  # type: ignore[attr-defined]
+    parts = list(zip(dy.split(counts.tolist()), x.split(counts.tolist()), strict=True))
+    for add in (False, True):
+        what = f"{label}{' adding' if add else ''}"
+
+        def in_bf16(add: bool = add) -> None:
+            weight.main_grad_filled = add  # type: ignore[attr-defined]
+            write_grouped_weight_grad(weight, parts)
+
+        attempt(f"{what} bf16", in_bf16, flops)
+        attempt(f"{what} by group", partial(grouped.weight_grads_by_group, left, right, counts, out, add), flops)
+        attempt(f"{what} by Triton", partial(grouped.weight_grads_by_triton, left, right, counts, out, add), flops)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("products", "quantization", "tiles", "all"), nargs="?", default="all")
+    parser.add_argument("part", choices=("products", "quantization", "tiles", "experts", "all"), nargs="?", default="all")
     part = parser.parse_args().part
     for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
         for out_dtype in (torch.bfloat16, torch.float32):
             print(f"torch multiplies {kinds} to {out_dtype}: {gemm.cublas_works(*kinds, out_dtype)}", flush=True)
     print(f"cuBLASLt adds to fp32: {[(kind, cublaslt.works(kind)) for kind in (TENSOR, ROW_BLOCKS)]}", flush=True)
+    for dtype in (E4M3, E5M2):
+        print(f"torch multiplies groups in {dtype} and {E4M3}: {grouped.grouped_product_works(dtype, E4M3)}", flush=True)
+    if part in ("experts", "all"):
+        experts()
     if part in ("tiles", "all"):
         tiles()
     if part in ("quantization", "all"):

@@ -57,6 +57,9 @@ CONFIGURATIONS = {
 CONFIGURATIONS |= {
     f"llama8L-fp8-{recipe}": ("pretrain_llama.py", f"{CONFIGURATIONS['llama8L'][1]} --fp8-format hybrid --fp8-recipe {recipe}")
     for recipe in ("delayed", "tensorwise", "blockwise")
+} | {
+    f"moe8x-fp8-{recipe}": ("pretrain_llama.py", f"{CONFIGURATIONS['moe8x'][1]} --fp8-format hybrid --fp8-recipe {recipe}")
+    for recipe in ("delayed", "tensorwise")
 }
 
 # shapes of whole models, for several GPUs

@@ -16,7 +16,7 @@ def scale_for(amax: torch.Tensor, largest: float | torch.Tensor) -> torch.Tensor
 
 def amax_of(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """The largest magnitude in fp32, of all or along `dim`; inf where something is not finite; 0 of nothing."""
-    if not x.numel():
+    if dim is None and not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return torch.linalg.vector_norm(x, float("inf"), dim=dim).float().nan_to_num(nan=float("inf"))
 

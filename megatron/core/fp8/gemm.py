@@ -27,7 +27,7 @@ def product(a: Operand, b: Operand, out_dtype: torch.dtype, *, out: torch.Tensor
 
     fast: sums of more than 128 products may be kept in the tensor cores' own precision (about 14 bits); for outputs that are bf16 anyway.
     """
-    if device.on_accelerator(a.data):
+    if device.on_accelerator(a.data) and a.data.shape[1]:
         if _cublas_takes(a, b, out_dtype):
             return _cublas(a, b, out_dtype, out, fast)
         if kernels_run_on(a.data):

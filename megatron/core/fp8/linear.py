@@ -63,16 +63,23 @@ class Fp8Linear:
         """x [m, k] as `role`. record: what delayed scaling sees of it counts for the next step. found [1]: x's largest magnitude."""
         dtype, recipe = dtype_of(self.settings, role), self.settings.recipe
         wanted: dict[str, Any] = {"rows": rows, "columns": columns, "into": into}
-        if self.scaling is not None:
-            if not self.scaling.is_known[role]:
-                self.scaling.first_scale(role, amax_of(x) if found is None else found)
-            one = slice(role, role + 1)
-            amax = self.scaling.amax[one] if record else None
-            return quantize_tensor(x, dtype, scale=self.scaling.scale[one], inverse=self.scaling.inverse[one], amax=amax, **wanted)
-        if recipe == "tensorwise":
-            return quantize_tensor(x, dtype, found=found, **wanted)
+        if self.settings.one_scale:
+            return quantize_tensor(x, dtype, **self.scale_of(role, x, record, found), **wanted)
         kind = MX_BLOCKS if recipe == "mxfp8" else SQUARE_BLOCKS if role == WEIGHT else ROW_BLOCKS
         return quantize_blocks(x, dtype, kind, **wanted)
+
+    def scale_of(self, role: int, x: torch.Tensor, record: bool, found: torch.Tensor | None = None) -> dict[str, Any]:
+        """What quantize_tensor is told of x's scale, of a recipe with one scale. A tensor without rows is no tensor's first."""
+        if self.scaling is None:
+            return {"found": found}
+        if not self.scaling.is_known[role] and x.numel():
+            self.scaling.first_scale(role, amax_of(x) if found is None else found)
+        one = slice(role, role + 1)
+        return {
+            "scale": self.scaling.scale[one],
+            "inverse": self.scaling.inverse[one],
+            "amax": self.scaling.amax[one] if record else None,
+        }
 
     def outdated(self) -> None:
         """The weight is about to be, or was, changed: a new epoch."""
@@ -86,6 +93,10 @@ class Fp8Linear:
             self._quantized = self.quantize(WEIGHT, self.weight.detach(), record=True, rows=True, columns=True, into=self._quantized)
             self._version = version
         return self._quantized
+
+    def quantize_weight(self) -> None:
+        """Now, unless it is of this epoch."""
+        self.weight_operands()
 
     def __call__(
         self,
@@ -122,7 +133,7 @@ class _Fp8Linear(torch.autograd.Function):
         out = product(rows, there(linear.weight_operands().rows), x.dtype, fast=True)
         if bias is not None:
             out += bias
-        return out.view(*whole.shape[:-1], -1)
+        return out.view(*whole.shape[:-1], out.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -138,7 +149,8 @@ class _Fp8Linear(torch.autograd.Function):
         quantized = linear.quantize(GRADIENT, flat, record=training, rows=needs_input, columns=needs_weight and ctx.kept is not None)
         grad_input, grad_weight, reduced = None, None, None
         if needs_input:
-            grad_input = product(there(quantized.rows), there(linear.weight_operands().columns), grad.dtype).view(*grad.shape[:-1], -1)
+            grad_input = product(there(quantized.rows), there(linear.weight_operands().columns), grad.dtype)
+            grad_input = grad_input.view(*grad.shape[:-1], grad_input.shape[-1])
             grad_input, reduced = start_reducing(grad_input, reduce_input_grad, sequence_parallel, group)
         if needs_weight:
             if gathering is not None:

@@ -58,14 +58,14 @@ class DelayedScaling:
         self.is_known[tensor] = True
 
     @torch.no_grad()
-    def update(self, groups: Sequence[Group] = ()) -> None:
-        """The end of a step; amax is reduced over `groups` first. A collective.
+    def update(self, shared: Sequence[tuple[slice, Group]] = ()) -> None:
+        """The end of a step; first the largest amax is taken of the ranks of each group, of the tensors that they share. A collective.
 
         A tensor that had no values, or some that are not finite, keeps its scale.
         """
-        for group in groups:
+        for tensors, group in shared:
             if get_pg_size(group) > 1:
-                dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(self.amax[tensors], op=dist.ReduceOp.MAX, group=group)
         self.amax.masked_fill_(self.amax.isinf(), 0.0)
         if self.settings.history_len > 1:
             self.history[1:] = self.history[:-1].clone()

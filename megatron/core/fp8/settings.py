@@ -8,6 +8,7 @@ from megatron.core.broken_rule import BrokenRule
 
 FORMATS = ("e4m3", "hybrid")
 RECIPES = ("mxfp8", "blockwise", "tensorwise", "delayed")
+ONE_SCALE = ("tensorwise", "delayed")
 AMAX_ALGOS = ("most_recent", "max")
 ALIGNMENT = 16  # of the dimensions of a product, in elements
 
@@ -26,6 +27,11 @@ class Fp8Settings:
     @property
     def delayed(self) -> bool:
         return self.recipe == "delayed"
+
+    @property
+    def one_scale(self) -> bool:
+        """For a tensor, where other recipes have one for each block."""
+        return self.recipe in ONE_SCALE
 
 
 def fp8_settings(config: Any, layer: int) -> Fp8Settings | None:
@@ -89,3 +95,12 @@ def _size_problems(settings: Any, groups: int | None) -> Iterator[BrokenRule]:
     if ffn and ffn % tp == 0 and ffn // tp % ALIGNMENT:
         rule = f"gives a rank {ffn // tp} channels: FP8 products need a multiple of {ALIGNMENT}"
         yield BrokenRule("ffn_hidden_size", rule, -(-ffn // (ALIGNMENT * tp)) * ALIGNMENT * tp)
+    ffn, etp = settings.moe_ffn_hidden_size, settings.expert_tensor_parallel_size or tp
+    if ffn and ffn % etp == 0 and ffn // etp % ALIGNMENT and experts_are_quantized(settings):
+        rule = f"gives a rank {ffn // etp} channels of an expert: FP8 products need a multiple of {ALIGNMENT}"
+        yield BrokenRule("moe_ffn_hidden_size", rule, -(-ffn // (ALIGNMENT * etp)) * ALIGNMENT * etp)
+
+
+def experts_are_quantized(settings: Any) -> bool:
+    """Whether the products of routed experts are in FP8, of a model that has any."""
+    return bool(settings.fp8) and (settings.fp8_recipe in ONE_SCALE or not settings.moe_grouped_gemm)

@@ -303,7 +303,10 @@ class RowParallelLinear(torch.nn.Module):
         """`activation` is applied to the input first, and its output not kept; not for experts."""
         if self.is_expert:
             assert activation is None
-            output = _Linear.apply(input_, self.weight, None, self.config.gradient_accumulation_fusion, False, False, self.tp_group)
+            if self.fp8 is None:
+                output = _Linear.apply(input_, self.weight, None, self.config.gradient_accumulation_fusion, False, False, self.tp_group)
+            else:
+                output = self._in_fp8(input_, None)
             share = None if self.bias is None else share_of_sum(self.bias, get_pg_size(self.tp_group))
             return (output, share) if self.skip_bias_add or share is None else (output + share, None)
         if not self.input_is_parallel:
@@ -323,20 +326,23 @@ class RowParallelLinear(torch.nn.Module):
             return output if bias is None else output + bias, self.bias if self.skip_bias_add else None
         added = bias if alone else None
         if self.fp8 is not None:
-            output = self.fp8(
-                input_,
-                added,
-                fuse_weight_grad=config.gradient_accumulation_fusion,
-                reduce_input_grad=False,
-                sequence_parallel=False,
-                group=self.tp_group,
-                training=self.training,
-            )
+            output = self._in_fp8(input_, added)
         else:
             output = linear_with_grad_accumulation_and_async_allreduce(
                 input_, self.weight, added, config.gradient_accumulation_fusion, False, False, tp_group=self.tp_group
             )
         return self.summed(output)
+
+    def _in_fp8(self, input_: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.fp8(
+            input_,
+            bias,
+            fuse_weight_grad=self.config.gradient_accumulation_fusion,
+            reduce_input_grad=False,
+            sequence_parallel=False,
+            group=self.tp_group,
+            training=self.training,
+        )
 
     def summed(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What `forward` returns, of this rank's part of the sum (which has the bias where there is one rank)."""

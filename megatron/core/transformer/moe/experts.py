@@ -71,7 +71,12 @@ class GroupedLinear(torch.nn.Module):
 
     split "column": the outputs are split over `expt_tp`; "row": the inputs are, and y is this rank's part of a sum, its bias too.
     forward: rows [n, in], counts, with a row bias times `bias_scale` [n].
+    `fp8`: an fp8.experts.Fp8Experts that computes in its place, set by the decoder layer that it is a part of.
+    `input_is_recomputed`: what it is given is freed after its forward, and there again for its backward.
     """
+
+    fp8: Any = None
+    input_is_recomputed = False
 
     def __init__(
         self,
@@ -104,7 +109,11 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, rows: torch.Tensor, counts: TokenCounts, bias_scale: torch.Tensor | None = None) -> torch.Tensor:
-        out = grouped_linear(rows, self.weight, counts, self.config.gradient_accumulation_fusion)
+        fuse = self.config.gradient_accumulation_fusion
+        if self.fp8 is None:
+            out = grouped_linear(rows, self.weight, counts, fuse)
+        else:
+            out = self.fp8.of_rows(rows, counts, fuse_weight_grad=fuse, training=self.training, keep_input=self.input_is_recomputed)
         if self.bias is None:
             return out
         added = row_bias(self.bias if self.column else share_of_sum(self.bias, self.etp), counts, rows.shape[0])
@@ -153,6 +162,8 @@ class GroupedMLP(MegatronModule):
             split="row",
             **common,
         )
+        if isinstance(self.linear_fc2, GroupedLinear):
+            self.linear_fc2.input_is_recomputed = config.recomputes("moe_act")
 
     def forward(self, rows: torch.Tensor, counts: TokenCounts, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         intermediate = self.linear_fc1(rows, counts)

@@ -56,16 +56,18 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 grad_x = grouped_linear_plain(grad, weight.transpose(1, 2), ctx.counts.tolist())
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(ctx, grad, x)
+            grad_weight = grouped_weight_grad(weight, grad, x, ctx.counts, ctx.fuse_weight_grad, ctx.offsets)
         return grad_x, grad_weight, None, None
 
 
-def _weight_gradient(ctx: Any, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """The weight's gradient; None where it went into the buffer."""
-    weight, fused = ctx.weight, ctx.fuse_weight_grad and hasattr(ctx.weight, "main_grad")
-    if ctx.offsets is not None and not fused:
-        return F.grouped_mm(grad.t(), x, offs=ctx.offsets)
-    sizes = ctx.counts.tolist()
+def grouped_weight_grad(
+    weight: Any, grad: torch.Tensor, x: torch.Tensor, counts: TokenCounts, fuse: bool, offsets: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The weight's gradient; None where it went into the buffer. offsets: where grouped_mm takes x."""
+    fused = fuse and hasattr(weight, "main_grad")
+    if offsets is not None and not fused:
+        return F.grouped_mm(grad.t(), x, offs=offsets)
+    sizes = counts.tolist()
     parts = list(zip(grad.split(sizes), x.split(sizes)))
     if fused:
         write_grouped_weight_grad(weight, parts)

@@ -1,0 +1,105 @@
+"""Quantization to FP8 of rows that are sorted by group, with one scale: as they lie, and transposed group by group.
+
+How many rows a group has is read on the device. Plain twin and the layout of what is transposed: fp8/grouped.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.fp8.formats import LARGEST
+from megatron.core.fp8.grouped import room_for
+from megatron.core.fusions.kernels.quantize import (
+    amax_from,
+    in_fours,
+    load_phase,
+    magnitude,
+    packed,
+    scale_of,
+    store_phase,
+    store_turned,
+    to_fp8,
+)
+
+TILE = 128, 128, 8  # rows (a multiple of 16), columns and warps of a program
+_UNIT = tl.constexpr(16)  # fp8/settings.ALIGNMENT
+
+
+@triton.jit
+def group_of_tile(counts, groups, tile, GROUPS: tl.constexpr, TALL: tl.constexpr):
+    """(group, first row, rows, first row and rows when each group is filled up to multiples of 16, the tile's number in the group)
+
+    of a tile of TALL rows, where each group begins a tile of its own; 0 rows of a tile that is beyond the last."""
+    lane = tl.arange(0, GROUPS)
+    rows = tl.load(counts + lane, mask=lane < groups, other=0).to(tl.int32)
+    tiles, units = tl.cdiv(rows, TALL), tl.cdiv(rows, _UNIT)
+    end, tile_end, unit_end = tl.cumsum(rows, 0), tl.cumsum(tiles, 0), tl.cumsum(units, 0)
+    group = tl.sum((tile_end <= tile).to(tl.int32), 0)
+    mine = lane == group
+    first = tl.sum(tl.where(mine, end - rows, 0), 0)
+    filled_first = tl.sum(tl.where(mine, unit_end - units, 0), 0) * _UNIT
+    within = tile - tl.sum(tl.where(mine, tile_end - tiles, 0), 0)
+    return group, first, tl.sum(tl.where(mine, rows, 0), 0), filled_first, tl.sum(tl.where(mine, units, 0), 0) * _UNIT, within
+
+
+@triton.jit
+def quantize_groups_one_scale(
+    x, counts, scale, amax, out_rows, out_columns, inverse, k, stride, groups,
+    LARGEST: tl.constexpr, FROM_AMAX: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    _, first, rows, filled_first, filled, within = group_of_tile(counts, groups, tl.program_id(0), GROUPS, TALL)
+    quad = within.to(tl.int64) * (TALL // 4) + tl.arange(0, TALL // 4)
+    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    factor = tl.load(scale)
+    if FROM_AMAX:
+        factor = scale_of(factor, LARGEST)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(inverse, 1.0 / factor)
+    largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
+    four = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
+    x += first.to(tl.int64) * stride
+    for phase in tl.static_range(4):
+        value = load_phase(x, quad, column, rows, k, stride, phase)
+        if RECORD:
+            largest = tl.maximum(largest, magnitude(value))
+        result = to_fp8(value * factor, LARGEST)
+        if ROWS:
+            store_phase(out_rows + first.to(tl.int64) * k, result, quad, column, rows, k, k, phase)
+        four |= packed(result, phase)
+    if RECORD:
+        tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
+    if COLUMNS:
+        store_turned(out_columns + filled_first.to(tl.int64) // 4 * k, four, quad, column, filled // 4, k)
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    inverse: torch.Tensor | None,
+    found: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    out_rows: torch.Tensor | None,
+    out_columns: torch.Tensor | None,
+) -> torch.Tensor:
+    """x [n, k], n > 0, counts int [groups] -> out_rows [n, k] and out_columns [room, k] (either may be None); returns the inverse [1].
+
+    With `scale` and `inverse` [1], or from the amax `found` [1]. amax [1]: raised to x's largest magnitude."""
+    assert out_rows is not None or out_columns is not None
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (n, k), groups = x.shape, counts.shape[0]
+    from_amax = scale is None
+    given = found if from_amax else scale
+    assert given is not None and (out_columns is None or out_columns.numel() >= room_for(n, groups) * k)
+    inverse = torch.empty(1, dtype=torch.float32, device=x.device) if inverse is None else inverse
+    turned = in_fours(out_columns)
+    tall, wide, warps = TILE
+    quantize_groups_one_scale[(n // tall + groups, triton.cdiv(k, wide))](
+        x, counts, given, given if amax is None else amax, turned if out_rows is None else out_rows,
+        out_rows if turned is None else turned, inverse, k, x.stride(0), groups,
+        LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=out_rows is not None, COLUMNS=out_columns is not None,
+        GROUPS=triton.next_power_of_2(groups), TALL=tall, WIDE=wide, num_warps=warps,
+    )  # fmt: skip
+    return inverse
