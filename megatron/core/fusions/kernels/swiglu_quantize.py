@@ -15,6 +15,7 @@ from megatron.core.fusions.kernels.quantize import (
     amax_from,
     in_fours,
     inverses_of_blocks,
+    load_phase,
     magnitude,
     packed,
     scale_of,
@@ -27,9 +28,10 @@ from megatron.core.fusions.kernels.quantize import (
 
 # rows, columns and warps of a program
 FORWARD_TILE = 8, 512, 8
-BACKWARD_TILE = 64, 128, 8
+BACKWARD_TILE = 32, 128, 4
 BLOCKS_TALL, BLOCKS_WARPS = 16, 4  # forward with blocks
-BACKWARD_BLOCKS_WARPS = 16
+BACKWARD_BLOCKS_WARPS = 8
+_OUT, _GATE, _UP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -51,17 +53,26 @@ def _output(x, row, column, rows, columns, stride):
 @triton.jit
 def _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE: tl.constexpr):
     """Of row PHASE of each four: (SwiGLU once more, to the bit; gradient of the gate; of the other half), rounded as that, in fp32."""
-    row = quad * 4 + PHASE
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * stride + column[None, :]
-    gate = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + place + columns, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate = load_phase(x, quad, column, rows, columns, stride, PHASE)
+    up = load_phase(x + columns, quad, column, rows, columns, stride, PHASE)
+    dy = load_phase(grad, quad, column, rows, columns, grad_stride, PHASE)
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
     out = (silu * up).to(x.dtype.element_ty).to(tl.float32)
     grad_gate = (dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(x.dtype.element_ty).to(tl.float32)
     return out, grad_gate, (dy * silu).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE: tl.constexpr, WHICH: tl.constexpr):
+    """One of the three. What the others load too comes out of the cache; all three at once would not fit the registers."""
+    out, grad_gate, grad_up = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE)
+    if WHICH == _OUT:
+        return out
+    elif WHICH == _GATE:
+        return grad_gate
+    else:
+        return grad_up
 
 
 @triton.jit
@@ -138,25 +149,27 @@ def swiglu_quantize_blocks_backward(
     down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     column = across * BLOCK + tl.arange(0, BLOCK)
-    out0, gate0, up0 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 0)
-    out1, gate1, up1 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 1)
-    out2, gate2, up2 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 2)
-    out3, gate3, up3 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 3)
-    store_column_blocks(out_columns, out_inverse, out0, out1, out2, out3, quad, column, quads, columns, down, columns, LARGEST_OUT)
-    both, blocks = 2 * columns, tl.num_programs(1)
-    store_row_blocks(grad_rows, row_inverse, gate0, quad, column, rows, columns, across, both, 0, LARGEST)
-    store_row_blocks(grad_rows, row_inverse, gate1, quad, column, rows, columns, across, both, 1, LARGEST)
-    store_row_blocks(grad_rows, row_inverse, gate2, quad, column, rows, columns, across, both, 2, LARGEST)
-    store_row_blocks(grad_rows, row_inverse, gate3, quad, column, rows, columns, across, both, 3, LARGEST)
-    store_column_blocks(grad_columns, column_inverse, gate0, gate1, gate2, gate3, quad, column, quads, columns, down, both, LARGEST)
-    grad_rows += columns
-    store_row_blocks(grad_rows, row_inverse, up0, quad, column, rows, columns, across + blocks, both, 0, LARGEST)
-    store_row_blocks(grad_rows, row_inverse, up1, quad, column, rows, columns, across + blocks, both, 1, LARGEST)
-    store_row_blocks(grad_rows, row_inverse, up2, quad, column, rows, columns, across + blocks, both, 2, LARGEST)
-    store_row_blocks(grad_rows, row_inverse, up3, quad, column, rows, columns, across + blocks, both, 3, LARGEST)
-    grad_columns += columns.to(tl.int64) * quads
-    column_inverse += columns
-    store_column_blocks(grad_columns, column_inverse, up0, up1, up2, up3, quad, column, quads, columns, down, both, LARGEST)
+    first = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 0, _OUT)
+    second = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 1, _OUT)
+    third = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 2, _OUT)
+    fourth = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 3, _OUT)
+    store_column_blocks(out_columns, out_inverse, first, second, third, fourth, quad, column, quads, columns, down, columns, LARGEST_OUT)
+    for half in tl.static_range(2):
+        first = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 0, _GATE + half)
+        second = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 1, _GATE + half)
+        third = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 2, _GATE + half)
+        fourth = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 3, _GATE + half)
+        block = across + half * tl.num_programs(1)
+        store_row_blocks(grad_rows, row_inverse, first, quad, column, rows, columns, block, 2 * columns, 0, LARGEST)
+        store_row_blocks(grad_rows, row_inverse, second, quad, column, rows, columns, block, 2 * columns, 1, LARGEST)
+        store_row_blocks(grad_rows, row_inverse, third, quad, column, rows, columns, block, 2 * columns, 2, LARGEST)
+        store_row_blocks(grad_rows, row_inverse, fourth, quad, column, rows, columns, block, 2 * columns, 3, LARGEST)
+        store_column_blocks(
+            grad_columns, column_inverse, first, second, third, fourth, quad, column, quads, columns, down, 2 * columns, LARGEST
+        )
+        grad_rows += columns
+        grad_columns += columns.to(tl.int64) * quads
+        column_inverse += columns
 
 
 def forward(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None) -> torch.Tensor:
