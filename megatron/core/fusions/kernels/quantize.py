@@ -48,9 +48,13 @@ def to_fp8(value, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def packed(result, PHASE: tl.constexpr):
-    """FP8 as the byte PHASE of a uint32."""
-    return result.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * PHASE)
+def packed(first, second, LARGEST: tl.constexpr, HALF: tl.constexpr):
+    """Two rows in FP8 as that half of uint32.
+
+    They are converted as pairs of rows, not taken from what is stored by row: ptxas 12.8 and its like lose bytes of results used both ways.
+    """
+    low, high = tl.split(to_fp8(tl.join(first, second), LARGEST).to(tl.uint8, bitcast=True))
+    return (low.to(tl.uint32) | (high.to(tl.uint32) << 8)) << (16 * HALF)
 
 
 @triton.jit
@@ -92,14 +96,18 @@ def quantize_one_scale(
             tl.store(inverse, 1.0 / factor)
     largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
     four = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
-    for phase in tl.static_range(4):
-        value = load_phase(x, quad, column, m, k, stride, phase)
+    for half in tl.static_range(2):
+        first = load_phase(x, quad, column, m, k, stride, 2 * half)
+        second = load_phase(x, quad, column, m, k, stride, 2 * half + 1)
         if RECORD:
-            largest = tl.maximum(largest, magnitude(value))
-        result = to_fp8(value * factor, LARGEST)
+            largest = tl.maximum(largest, tl.maximum(magnitude(first), magnitude(second)))
+        first *= factor
+        second *= factor
         if ROWS:
-            store_phase(out_rows, result, quad, column, m, k, k, phase)
-        four |= packed(result, phase)
+            store_phase(out_rows, to_fp8(first, LARGEST), quad, column, m, k, k, 2 * half)
+            store_phase(out_rows, to_fp8(second, LARGEST), quad, column, m, k, k, 2 * half + 1)
+        if COLUMNS:
+            four |= packed(first, second, LARGEST, half)
     if RECORD:
         tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
     if COLUMNS:
@@ -173,8 +181,7 @@ def store_column_blocks(out, inverse, first, second, third, fourth, quad, column
     factors = scale_of(amax_from(tl.max(size, axis=0)), LARGEST)
     tl.store(inverse + block * stride + column, 1.0 / factors, mask=column < columns)
     wide = factors[None, :]
-    four = packed(to_fp8(first * wide, LARGEST), 0) | packed(to_fp8(second * wide, LARGEST), 1)
-    four |= packed(to_fp8(third * wide, LARGEST), 2) | packed(to_fp8(fourth * wide, LARGEST), 3)
+    four = packed(first * wide, second * wide, LARGEST, 0) | packed(third * wide, fourth * wide, LARGEST, 1)
     store_turned(out, four, quad, column, quads, columns)
 
 
@@ -215,11 +222,14 @@ def quantize_square_blocks(
         tl.store(column_inverse + across * tl.num_programs(0) + down, 1.0 / factor)
     quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     four = tl.zeros([BLOCK // 4, BLOCK], dtype=tl.uint32)
-    for phase in tl.static_range(4):  # out of the cache
-        result = to_fp8(load_phase(x, quad, column, m, k, stride, phase) * factor, LARGEST)
+    for half in tl.static_range(2):  # out of the cache
+        first = load_phase(x, quad, column, m, k, stride, 2 * half) * factor
+        second = load_phase(x, quad, column, m, k, stride, 2 * half + 1) * factor
         if ROWS:
-            store_phase(out_rows, result, quad, column, m, k, k, phase)
-        four |= packed(result, phase)
+            store_phase(out_rows, to_fp8(first, LARGEST), quad, column, m, k, k, 2 * half)
+            store_phase(out_rows, to_fp8(second, LARGEST), quad, column, m, k, k, 2 * half + 1)
+        if COLUMNS:
+            four |= packed(first, second, LARGEST, half)
     if COLUMNS:
         store_turned(out_columns, four, quad, column, quads, k)
 

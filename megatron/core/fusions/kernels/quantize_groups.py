@@ -59,14 +59,19 @@ def quantize_groups_one_scale(
     largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
     four = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
     x += first.to(tl.int64) * stride
-    for phase in tl.static_range(4):
-        value = load_phase(x, quad, column, rows, k, stride, phase)
+    out_rows += first.to(tl.int64) * k
+    for half in tl.static_range(2):
+        one = load_phase(x, quad, column, rows, k, stride, 2 * half)
+        other = load_phase(x, quad, column, rows, k, stride, 2 * half + 1)
         if RECORD:
-            largest = tl.maximum(largest, magnitude(value))
-        result = to_fp8(value * factor, LARGEST)
+            largest = tl.maximum(largest, tl.maximum(magnitude(one), magnitude(other)))
+        one *= factor
+        other *= factor
         if ROWS:
-            store_phase(out_rows + first.to(tl.int64) * k, result, quad, column, rows, k, k, phase)
-        four |= packed(result, phase)
+            store_phase(out_rows, to_fp8(one, LARGEST), quad, column, rows, k, k, 2 * half)
+            store_phase(out_rows, to_fp8(other, LARGEST), quad, column, rows, k, k, 2 * half + 1)
+        if COLUMNS:
+            four |= packed(one, other, LARGEST, half)
     if RECORD:
         tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
     if COLUMNS:

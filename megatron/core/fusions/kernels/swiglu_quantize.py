@@ -94,6 +94,16 @@ def swiglu_quantize_forward(
 
 
 @triton.jit
+def _store_gradients(out, gate, up, quad, column, rows, columns, PHASE: tl.constexpr, LARGEST: tl.constexpr, QUANTIZE: tl.constexpr):
+    if QUANTIZE:
+        store_phase(out, to_fp8(gate, LARGEST), quad, column, rows, columns, 2 * columns, PHASE)
+        store_phase(out + columns, to_fp8(up, LARGEST), quad, column, rows, columns, 2 * columns, PHASE)
+    else:
+        store_phase(out, gate.to(out.dtype.element_ty), quad, column, rows, columns, 2 * columns, PHASE)
+        store_phase(out + columns, up.to(out.dtype.element_ty), quad, column, rows, columns, 2 * columns, PHASE)
+
+
+@triton.jit
 def swiglu_quantize_backward(
     x, grad, inverse_out, inverse, amax, out_columns, grad_rows, grad_columns, rows, quads, columns, stride, grad_stride,
     LARGEST_OUT: tl.constexpr, LARGEST: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr,
@@ -106,19 +116,19 @@ def swiglu_quantize_backward(
     four_gate = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
     four_up = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
     largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
-    for phase in tl.static_range(4):
-        out, grad_gate, grad_up = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, phase)
-        four_out |= packed(to_fp8(out * factor_out, LARGEST_OUT), phase)
+    for half in tl.static_range(2):
+        out0, gate0, up0 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 2 * half)
+        out1, gate1, up1 = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, 2 * half + 1)
+        four_out |= packed(out0 * factor_out, out1 * factor_out, LARGEST_OUT, half)
         if RECORD:
-            largest = tl.maximum(largest, tl.maximum(magnitude(grad_gate), magnitude(grad_up)))
+            largest = tl.maximum(largest, tl.maximum(magnitude(gate0), magnitude(gate1)))
+            largest = tl.maximum(largest, tl.maximum(magnitude(up0), magnitude(up1)))
         if QUANTIZE:
-            low, high = to_fp8(grad_gate * factor, LARGEST), to_fp8(grad_up * factor, LARGEST)
-            four_gate |= packed(low, phase)
-            four_up |= packed(high, phase)
-        else:
-            low, high = grad_gate.to(x.dtype.element_ty), grad_up.to(x.dtype.element_ty)
-        store_phase(grad_rows, low, quad, column, rows, columns, 2 * columns, phase)
-        store_phase(grad_rows + columns, high, quad, column, rows, columns, 2 * columns, phase)
+            gate0, gate1, up0, up1 = gate0 * factor, gate1 * factor, up0 * factor, up1 * factor
+            four_gate |= packed(gate0, gate1, LARGEST, half)
+            four_up |= packed(up0, up1, LARGEST, half)
+        _store_gradients(grad_rows, gate0, up0, quad, column, rows, columns, 2 * half, LARGEST, QUANTIZE)
+        _store_gradients(grad_rows, gate1, up1, quad, column, rows, columns, 2 * half + 1, LARGEST, QUANTIZE)
     if RECORD:
         tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
     store_turned(out_columns, four_out, quad, column, quads, columns)
