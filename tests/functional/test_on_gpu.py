@@ -42,6 +42,8 @@ FUSIONS = {
     "--no-bias-gelu-fusion": "",
     "--no-bias-dropout-fusion": "--hidden-dropout 0.1",
     "--no-gradient-accumulation-fusion": LLAMA,
+    # in fp32, where hardly any logits are equal
+    "--moe-router-fusion": f"{LLAMA} --num-experts 4 --moe-grouped-gemm --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32",
 }
 
 
