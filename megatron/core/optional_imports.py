@@ -11,6 +11,7 @@ from types import ModuleType
 # import name -> what to type to have it
 INSTALL_COMMAND = {
     "deep_ep": "build it from its sources, https://github.com/deepseek-ai/DeepEP",
+    "flash_attn_interface": "build it from its sources, https://github.com/Dao-AILab/flash-attention, folder hopper",
     "fsspec": "pip install fsspec",
     "huggingface_hub": "pip install huggingface_hub",
     "jinja2": "pip install jinja2",

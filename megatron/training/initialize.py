@@ -40,6 +40,7 @@ def initialize_megatron(
     global_vars.set_args(args)
     level = args.logging_level if args.logging_level is not None else os.environ.get("MEGATRON_LOGGING_LEVEL", "")
     if str(level).isdigit():
+        logging.basicConfig(format="%(message)s")  # without a handler nothing below a warning is shown
         logging.getLogger().setLevel(int(level))
     start_processes(args)
     set_random_seed(args.seed, recordable=args.cuda_graph_impl != "none")

@@ -42,6 +42,8 @@ FUSIONS = {
     "--no-bias-gelu-fusion": "",
     "--no-bias-dropout-fusion": "--hidden-dropout 0.1",
     "--no-gradient-accumulation-fusion": LLAMA,
+    # in fp32, where hardly any logits are equal
+    "--moe-router-fusion": f"{LLAMA} --num-experts 4 --moe-grouped-gemm --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32",
 }
 
 
@@ -54,12 +56,15 @@ def test_a_fusion_changes_rounding_alone(corpus: Path, without: str) -> None:
     assert fused == pytest.approx(plain, rel=2e-3)  # bf16 has 8 bits
 
 
+CONTEXT = "--context-parallel-size 2 --attention-dropout 0"  # dropout there is refused
 GRAPHED = {
     "gpt": (1, ""),
     "llama": (1, LLAMA),
     "data parallel": (2, SHARDED),
     "tensor parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
+    **{f"context parallel, {kind}": (2, f"{CONTEXT} --cp-comm-type {kind}") for kind in ("p2p", "all_gather", "a2a")},
+    "context parallel, llama, sharded": (2, f"{CONTEXT} {LLAMA} {SHARDED}"),
 }
 
 

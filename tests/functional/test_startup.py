@@ -10,7 +10,8 @@ import pytest
 from tests.functional.runner import ROOT, argv, environment, on, train
 
 OPTIONAL = {
-    *("PIL", "apex", "deep_ep", "flash_attn", "fsspec", "matplotlib", "modelopt", "nltk", "pandas", "regex", "safetensors", "scipy"),
+    *("PIL", "apex", "deep_ep", "flash_attn", "flash_attn_interface", "fsspec", "matplotlib", "modelopt", "nltk", "pandas", "regex"),
+    *("safetensors", "scipy"),
     *("sentencepiece", "tensorboard", "tiktoken", "tokenizers", "tqdm", "transformer_engine", "transformers", "triton", "wandb", "yaml"),
     "zstandard",
 }
@@ -96,6 +97,14 @@ def test_the_missing_backend_is_announced_and_recorded(corpus: Path, tmp_path: P
     assert line.startswith("WARNING: ") and "--transformer-impl local is used instead of transformer_engine" in line
     saved = dist_checkpointing.load_common_state_dict(tmp_path / "iter_0000004")["args"]
     assert saved.transformer_impl == "local" and saved.requested_transformer_impl == "transformer_engine"
+
+
+def test_a_log_level_shows_which_kernel_attention_runs_on(corpus: Path) -> None:
+    words = argv(*on(corpus, "--train-iters 1 --logging-level 20"))
+    done = run_python("import runpy\nrunpy.run_path('pretrain_gpt.py', run_name='__main__')", *words)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "attention runs on" in line] == ["attention runs on torch's scaled_dot_product_attention (auto)"]
 
 
 def seconds(*command: str, code: int) -> float:

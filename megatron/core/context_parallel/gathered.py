@@ -43,15 +43,14 @@ class _GatheredAttention(torch.autograd.Function):
         partial.add(None, keys, values)
         out, lse = partial.result()
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.settings = geometry, group, scale, kernel
+        ctx.settings = geometry, group, scale, kernel, order
         return by_token(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        geometry, group, scale, kernel = ctx.settings
-        order = _order(geometry, group, query.device)
+        geometry, group, scale, kernel, order = ctx.settings
         keys, values = (by_head(gather_first_dim(t, group).index_select(0, order)) for t in (key, value))
         partial = PartialGradient(by_head(dense_last_dim(grads[0])), by_head(query), out, lse, geometry, scale, kernel)
         sums = []

@@ -130,5 +130,8 @@ def shift_packed_labels(tokens: torch.Tensor, params: PackedSeqParams, ignored: 
 
 @lru_cache(maxsize=16)
 def sequence_order(documents: tuple[Document, ...], ranks: tuple[int, ...], cp_size: int, device: torch.device) -> torch.Tensor:
-    """Indices that put the tokens of `ranks`, laid one rank after the other, in the order of the sequence."""
+    """Indices that put the tokens of `ranks`, laid one rank after the other, in the order of the sequence.
+
+    Made once, on the host: what CUDA graphs record only reads it.
+    """
     return torch.cat([packed_positions_of_rank(documents, rank, cp_size) for rank in ranks]).argsort().to(device)

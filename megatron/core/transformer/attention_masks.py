@@ -34,8 +34,13 @@ def window_problems(
         yield BrokenRule("window_attn_skip_freq", f"as a list has one 0 or 1 for each of the {num_layers} layers", 4)
 
 
-def backend_problem(backend: str, *, window: bool, attention_mask: bool) -> str | None:
-    """Why an attention backend cannot do what is asked of it on a GPU; None when it can."""
-    if backend == "flash" and (window or attention_mask):
-        return f"flash's kernels cannot honour {'a sliding window' if window else 'an attention mask'}, which is a tensor"
+def backend_problem(backend: str, *, window: bool, attention_mask: bool, windows: bool = False) -> str | None:
+    """Why an attention backend cannot do what is asked of it on a GPU; None when it can.
+
+    windows: flash has kernels with sliding windows here, which are FlashAttention-3's.
+    """
+    if backend == "flash" and ((window and not windows) or attention_mask):
+        with_windows = ", without FlashAttention-3 on one context-parallel rank in half precision without dropout"
+        what = "an attention mask, which is a tensor" if attention_mask else f"a sliding window, which is a tensor{with_windows}"
+        return f"flash's kernels cannot honour {what}"
     return None

@@ -27,8 +27,6 @@ def cuda_graph_problems(config: Any, num_moe_experts: int | None) -> Iterator[Br
             yield excludes(name, reason)
     if config.transformer_impl == "transformer_engine":
         yield excludes("transformer_impl transformer_engine", "its modules decide on the host what to launch; transformer_impl local goes")
-    if config.context_parallel_size > 1:
-        yield excludes("context_parallel_size above 1", "its transfers run on streams of their own")
     if config.pipeline_schedule == "zero-bubble":
         yield excludes("pipeline_schedule zero-bubble", "weight gradients that are put off are in no layer's graph")
     if kind == "full_iteration" and config.pipeline_model_parallel_size > 1:

@@ -2,7 +2,9 @@
 
 A graph runs the same kernels on the same memory each time. So its inputs and outputs are static tensors that are copied into, random
 states are registered with it, and nothing inside may read the device from the host; what cannot keep to that is refused by
-cuda_graph_rules. What Python does beside the kernels (gradients that are marked ready, say) is done again at each launch.
+cuda_graph_rules. Transfers of context and tensor parallelism are recorded too: NCCL's stream leaves the one that is recorded, and
+joins it again where they are waited for, so that who starts one inside must wait for it inside.
+What Python does beside the kernels (gradients that are marked ready, say) is done again at each launch.
 """
 
 from collections.abc import Callable, Sequence

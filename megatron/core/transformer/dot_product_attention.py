@@ -1,7 +1,12 @@
-"""softmax(q k^T scale) v: by torch's scaled_dot_product_attention, and by its plain twin. Over several ranks: core/context_parallel."""
+"""softmax(q k^T scale) v: by FlashAttention-3 where it is there, by torch's scaled_dot_product_attention, and by their plain twin.
 
+Over several ranks: core/context_parallel.
+"""
+
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +21,24 @@ from megatron.core.fusions.fused_softmax import causal_mask, scaled_masked_softm
 from megatron.core.packed_seq_params import Document, PackedSeqParams, packed_documents
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import flash_attention_3
 from megatron.core.transformer.attention_masks import backend_problem, is_window_layer
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide, get_pg_size
 
+logger = logging.getLogger(__name__)
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 # In order of preference; on Hopper cuDNN's kernel takes about half of flash's time (forward and backward, GQA, causal).
 GPU_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ONE_BACKEND = {AttnBackend.flash: SDPBackend.FLASH_ATTENTION, AttnBackend.fused: SDPBackend.CUDNN_ATTENTION}
+
+
+@cache
+def _say(kernel: str) -> None:
+    """Once a process for each kernel."""
+    logger.info("attention runs on %s", kernel)
 
 
 def attention_plain(
@@ -104,7 +117,8 @@ class DotProductAttention(MegatronModule):
         self.backend = config.attention_backend
         self.window = config.window_size if is_window_layer(config.window_size, config.window_attn_skip_freq, layer_number) else None
         if device.has_accelerator():
-            reason = backend_problem(self.backend.name, window=self.window is not None, attention_mask=False)
+            windows = flash_attention_3.has_windows() and config.context_parallel_size == 1 and not self.dropout
+            reason = backend_problem(self.backend.name, window=self.window is not None, attention_mask=False, windows=windows)
             if reason:
                 raise ValueError(f"attention_backend {self.backend.name}: {reason}; use auto")
         elif self.backend is AttnBackend.fused:
@@ -179,24 +193,54 @@ class DotProductAttention(MegatronModule):
             raise ValueError(f"{tokens} queries and {keys} keys: a sliding window or packed sequences need as many of both")
         if documents is not None and sum(document.padded for document in documents) != tokens:
             raise ValueError(f"packed sequences of {sum(document.padded for document in documents)} tokens, but there are {tokens}")
-        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, heads, s, d], a view
         dropout = self.dropout if self.training else 0.0
+        mask = make_mask(causal, self.window)
+        if self._by_flash_attention_3(query, key, value, attention_mask, mask, documents, dropout):
+            return self._flash_attention_3(query, key, value, mask, documents)
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, heads, s, d], a view
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
             if self.backend in (AttnBackend.unfused, AttnBackend.local):
                 own: torch.Tensor | None
                 if by_blocks:
-                    where = documents or (Document(0, tokens, tokens),)
-                    own = hidden_everywhere(where, make_mask(causal, self.window), query.device)
+                    own = hidden_everywhere(documents or (Document(0, tokens, tokens),), mask, query.device)
                 else:
                     own = causal_mask(tokens, keys, query.device) if causal and tokens > 1 else None
                 hidden = own if attention_mask is None else attention_mask if own is None else attention_mask | own
                 context = self._plain(query, key, value, hidden, dropout)
             elif by_blocks:
-                geometry = Geometry(documents or (Document(0, tokens, tokens),), 0, 1, make_mask(causal, self.window), attention_mask)
+                geometry = Geometry(documents or (Document(0, tokens, tokens),), 0, 1, mask, attention_mask)
                 context = self._by_blocks(query, key, value, geometry, dropout)
             else:
                 context = self._kernel(query, key, value, attention_mask, causal and tokens > 1, dropout)
         return context.permute(2, 0, 1, 3)
+
+    def _by_flash_attention_3(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        mask: Mask,
+        documents: tuple[Document, ...] | None,
+        dropout: float,
+    ) -> bool:
+        """Whether FlashAttention-3 does it. `auto` leaves it heads of two widths, which others take without filling up."""
+        if self.backend not in (AttnBackend.auto, AttnBackend.flash):
+            return False
+        if self.backend is AttnBackend.auto and query.shape[-1] != value.shape[-1]:
+            return False
+        reason = flash_attention_3.problem(query, key, value, mask, documents, attention_mask=attention_mask is not None, dropout=dropout)
+        if reason and self.window is not None and self.backend is AttnBackend.flash and device.on_accelerator(query):
+            raise ValueError(f"attention_backend flash: a sliding window needs FlashAttention-3, but {reason}; use auto")
+        return reason is None
+
+    def _flash_attention_3(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, documents: tuple[Document, ...] | None
+    ) -> torch.Tensor:
+        _say("FlashAttention-3")
+        width = value.shape[-1]
+        query, key, value = of_one_width(query, key, value)
+        return flash_attention_3.attend(query, key, value, mask, documents, self.softmax_scale)[..., :width]
 
     def _by_blocks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: Geometry, dropout: float) -> torch.Tensor:
         """Some queries at a time, each stretch with the keys that it sees: on one rank no stretch needs more than one block."""
@@ -216,6 +260,7 @@ class DotProductAttention(MegatronModule):
     def _plain(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, dropout: float
     ) -> torch.Tensor:
+        _say("torch's matrix products and softmax")
         return attention_plain(
             query,
             key,
@@ -241,6 +286,7 @@ class DotProductAttention(MegatronModule):
         if causal and (hidden is not None or tokens != keys):
             triangle = causal_mask(tokens, keys, query.device)
             hidden, causal = triangle if hidden is None else hidden | triangle, False
+        _say(f"torch's scaled_dot_product_attention ({self.backend.name})")
         width = value.shape[-1]
         if self.backend is AttnBackend.flash:  # has one width alone; of the others auto finds one that takes two
             query, key, value = of_one_width(query, key, value)

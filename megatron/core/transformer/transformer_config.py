@@ -89,6 +89,7 @@ _USED = (
     "moe_router_bias_update_rate",
     "moe_router_dtype",
     "moe_router_force_load_balancing",
+    "moe_router_fusion",
     "moe_input_jitter_eps",
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
@@ -220,6 +221,7 @@ class TransformerConfig(ModelParallelConfig):
     moe_router_bias_update_rate: float = 1e-3
     moe_router_dtype: str | None = None
     moe_router_force_load_balancing: bool = False
+    moe_router_fusion: bool = False
     moe_input_jitter_eps: float | None = None
     moe_expert_capacity_factor: float | None = None
     moe_pad_expert_input_to_capacity: bool = False

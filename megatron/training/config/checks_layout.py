@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from megatron.core.context_parallel.combinations import context_parallel_problems
+from megatron.core.optional_imports import available
 from megatron.core.tokenizers.build import WITH_CHAT_TEMPLATE
 from megatron.core.transformer.attention_masks import backend_problem, window_problems
 from megatron.core.transformer.pipeline_parallel_layer_layout import layout_problems, pipeline_layout
@@ -150,7 +151,13 @@ def check_masks(args: Args) -> Iterator[Problem]:
     """Every mask that is asked for is honoured by the attention that is asked for."""
     for broken in window_problems(args.window_size, args.window_attn_skip_freq, args.num_layers):
         yield broken_rule(args, broken)
-    reason = backend_problem(args.attention_backend, window=args.window_size is not None, attention_mask=needs_square_mask(args))
+    windows = available("flash_attn_interface") and args.context_parallel_size == 1 and not args.attention_dropout
+    reason = backend_problem(
+        args.attention_backend,
+        window=args.window_size is not None,
+        attention_mask=needs_square_mask(args),
+        windows=windows and (args.bf16 or args.fp16),
+    )
     if reason:
         yield problem(args, "attention_backend", reason, "auto")
 

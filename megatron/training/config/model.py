@@ -86,8 +86,8 @@ class AttentionFlags:
     )
     attention_backend: str = flag(
         "auto",
-        "Kernel of attention. `flash`, `fused`, `auto`: scaled_dot_product_attention or Transformer Engine's choice; "
-        "`unfused`, `local`: plain torch.",
+        "Kernel of attention. `flash`, `fused`, `auto`: scaled_dot_product_attention or Transformer Engine's choice; `flash` and `auto` "
+        "by FlashAttention-3 where flash_attn_interface can be imported on a Hopper GPU; `unfused`, `local`: plain torch.",
         choices=("flash", "fused", "unfused", "local", "auto"),
     )
     use_flash_attn: bool = flag(False, "The same as --attention-backend flash where that was not given.")

@@ -46,6 +46,11 @@ class MoEFlags:
     moe_router_bias_update_rate: float = flag(0.001, "How far it moves a step.", minimum=0.0)
     moe_router_dtype: str | None = flag(None, "Precision of the gate's product. Default: that of its input.", choices=("fp32", "fp64"))
     moe_router_force_load_balancing: bool = flag(False, "Experts in turn, whatever the gate says: to measure speed, not to train.")
+    moe_router_fusion: bool = flag(
+        False,
+        "The gate's scores, choice and weights by one Triton kernel each way (on GPUs); of equal logits the first expert. For softmax and "
+        "sigmoid without groups of experts and expert bias; all else goes as without it.",
+    )
     moe_input_jitter_eps: float | None = flag(None, "The gate's input times uniform(1 - eps, 1 + eps) in training.", minimum=0.0, below=1.0)
     moe_router_load_balancing_type: str = flag(
         "aux_loss",

@@ -1,6 +1,7 @@
 """What stands around CUDA graphs, on a CPU: a stand-in for a graph runs its work again at every launch.
 
-That graphs themselves are equal to the bit to running without is tests/functional/test_on_gpu.py's.
+Layers that ranks share are in ../context_parallel/test_recorded.py. That graphs themselves are equal to the bit to running without is
+tests/functional/test_on_gpu.py's.
 """
 
 from collections.abc import Callable, Iterator
@@ -183,8 +184,8 @@ def test_reports_of_a_step_outlive_the_next(recorder: Recorder) -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "num_moe_experts": {"num_moe_experts": 4, "add_bias_linear": False},
     "recompute_granularity": {"recompute_granularity": "selective"},
+    "tp_comm_overlap": {"tp_comm_overlap": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "zero-bubble": {"pipeline_schedule": "zero-bubble", "pipeline_model_parallel_size": 3, "pipeline_dtype": torch.float32},
-    "context_parallel_size": {"context_parallel_size": 2},
     "cuda_graph_warmup_steps": {"cuda_graph_warmup_steps": 0},
 }
 

@@ -8,6 +8,7 @@ Each has a torch path beside it, at the place that calls it, which is its plain 
     norm           fusions/fused_layer_norm.py            probe      nobody: does Triton work here at all?
     quantize       fp8/quantize.py                        scaled_mm  fp8/gemm.py
     quantize_groups  fp8/grouped.py                       scaled_grouped_mm  fp8/grouped.py
+    router         transformer/moe/routing.py
     swiglu_quantize  fp8/swiglu_mlp.py; its twin is what transformer/mlp.py does without it
 """
 

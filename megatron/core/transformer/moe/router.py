@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.layers import empty_parameter
 from megatron.core.tensor_parallel.mappings import all_reduce, gather_first_dim
@@ -27,6 +28,7 @@ LOGGED_AS = {
     "global_aux_loss": "global_load_balancing_loss",
     "z_loss": "z_loss",
 }
+MOST_FUSED = 1024  # experts that are one tile of the router's kernel
 ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -125,29 +127,61 @@ class TopKRouter(Router):
         config = self.config
         flat = logits.flatten(0, 1)
         padding = None if padding_mask is None else padding_mask.flatten()
-        if self.sinkhorn:
-            indices, weights = self.sinkhorn_load_balancing(flat, padding)
-        else:
-            indices, weights = routing.route(
+        learns = self.training and torch.is_grad_enabled()
+        scores: torch.Tensor | None = None
+        if self._fuses(flat):
+            from megatron.core.fusions.kernels import router as kernel
+
+            probs, routing_map, scores = kernel.route(
                 flat,
                 self.topk,
                 score_function=config.moe_router_score_function,
                 pre_softmax=config.moe_router_pre_softmax,
-                num_groups=config.moe_router_num_groups,
-                group_topk=config.moe_router_group_topk,
                 scaling_factor=config.moe_router_topk_scaling_factor,
-                expert_bias=self.expert_bias,
-                chosen=self._round_robin(flat) if config.moe_router_force_load_balancing else None,
+                with_scores=learns and bool(self.losses),
             )
-        probs, routing_map = routing.dense(indices, weights, self.num_experts, padding)
-        if self.training and torch.is_grad_enabled():
-            aux_loss = self._balance(logits, routing_map, padding_mask, loss_tokens)
+            probs, routing_map = routing.without_padding(probs, routing_map, padding)
+        else:
+            probs, routing_map = routing.dense(*self._choice(flat, padding), self.num_experts, padding)
+        if learns:
+            aux_loss = self._balance(logits, routing_map, padding_mask, loss_tokens, scores)
             if aux_loss is not None and aux_loss.requires_grad:
                 probs = MoEAuxLossAutoScaler.apply(probs, aux_loss)
         if config.moe_expert_capacity_factor is not None:
             routing_map = self._drop(probs, routing_map, padding)
             probs = probs * routing_map
         return probs, routing_map
+
+    def _fuses(self, flat: torch.Tensor) -> bool:
+        """Whether one kernel does it (config.moe_router_fusion): softmax or sigmoid, and experts by the largest logits alone."""
+        config = self.config
+        return (
+            config.moe_router_fusion
+            and not self.sinkhorn
+            and config.moe_router_score_function in ("softmax", "sigmoid")
+            and config.moe_router_group_topk is None
+            and self.expert_bias is None
+            and not config.moe_router_force_load_balancing
+            and self.num_experts <= MOST_FUSED
+            and kernels_run_on(flat)
+        )
+
+    def _choice(self, flat: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(indices, weights) [T, K] of logits [T, E]."""
+        config = self.config
+        if self.sinkhorn:
+            return self.sinkhorn_load_balancing(flat, padding)
+        return routing.route(
+            flat,
+            self.topk,
+            score_function=config.moe_router_score_function,
+            pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            expert_bias=self.expert_bias,
+            chosen=self._round_robin(flat) if config.moe_router_force_load_balancing else None,
+        )
 
     def _round_robin(self, flat: torch.Tensor) -> torch.Tensor:
         """--moe-router-force-load-balancing: token t takes the next top-k experts, whatever the gate says. For measuring speed."""
@@ -190,8 +224,12 @@ class TopKRouter(Router):
         routing_map: torch.Tensor,
         padding: torch.Tensor | None,
         loss_tokens: torch.Tensor | None,
+        scores: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Note the step's counts; the sum of the losses times their coefficients, this rank's part, to run backward from."""
+        """Note the step's counts; the sum of the losses times their coefficients, this rank's part, to run backward from.
+
+        scores: the normalized ones [s b, E], where they are at hand.
+        """
         config, by_token = self.config, routing_map.view(*logits.shape)
         counts = by_token.sum(dim=0)  # [b, E]
         self._note_counts(counts.sum(dim=0))
@@ -205,7 +243,9 @@ class TopKRouter(Router):
         elif self.losses:
             counts = self._summed(counts)
         tokens = length * logits.shape[1] if isinstance(length, int) else length.sum()
-        scores = routing.normalized_scores(logits, config.moe_router_score_function)
+        if scores is None:
+            scores = routing.normalized_scores(logits, config.moe_router_score_function)
+        scores = scores.view(*logits.shape)
         if padding is not None:
             scores = scores.masked_fill(padding.unsqueeze(-1), 0.0)
         total: torch.Tensor | None = None

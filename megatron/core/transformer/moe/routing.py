@@ -100,11 +100,14 @@ def dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(probs [T, E], map [T, E] bool) of indices and weights [T, K]; tokens of `padding` [T] (True: padding) go nowhere."""
     probs = weights.new_zeros(indices.shape[0], num_experts).scatter(1, indices, weights)
-    routing_map = torch.zeros_like(probs, dtype=torch.bool).scatter(1, indices, True)
-    if padding is not None:
-        routing_map = routing_map & ~padding.unsqueeze(-1)
-        probs = probs.masked_fill(padding.unsqueeze(-1), 0.0)
-    return probs, routing_map
+    return without_padding(probs, torch.zeros_like(probs, dtype=torch.bool).scatter(1, indices, True), padding)
+
+
+def without_padding(probs: torch.Tensor, routing_map: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """probs and map [T, E] with nothing at the tokens of `padding` [T]."""
+    if padding is None:
+        return probs, routing_map
+    return probs.masked_fill(padding.unsqueeze(-1), 0.0), routing_map & ~padding.unsqueeze(-1)
 
 
 @torch.no_grad()
