@@ -199,7 +199,7 @@ class KernelFlags:
     )
     bias_gelu_fusion: bool = flag(True, "Bias and GELU apart.", names=("--no-bias-gelu-fusion",))
     bias_swiglu_fusion: bool = flag(True, "Bias and SwiGLU apart.", names=("--no-bias-swiglu-fusion",))
-    bias_dropout_fusion: bool = flag(True, "Bias, dropout and residual apart.", names=("--no-bias-dropout-fusion",))
+    bias_dropout_fusion: bool = flag(True, "Bias, dropout, residual and norm apart.", names=("--no-bias-dropout-fusion",))
     cross_entropy_loss_fusion: bool = flag(
         False, "Cross entropy by one kernel.", no_effect="one implementation, which takes the loss a block at a time"
     )

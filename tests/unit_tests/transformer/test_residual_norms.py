@@ -165,7 +165,7 @@ def test_nothing_is_dropped_in_evaluation(calls: mock.Mock) -> None:
     assert torch.equal(found["loss"], learn(build(fused=False).eval())["loss"])
 
 
-AGAIN = {
+AGAIN: dict[str, dict[str, Any]] = {
     "whole layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "attention and mlp": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
 }
@@ -183,7 +183,8 @@ def test_what_runs_again_gives_the_same_to_the_bit(kind: str, form: str, calls: 
 
 def test_hooks_of_norms_run() -> None:
     """Those that wait for gathered parameters among them."""
-    model, ran = build(), []
+    model: Any = build()
+    ran: list[int] = []
     for layer in model.decoder.layers:
         layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_: ran.append(1))
         layer.input_layernorm.register_forward_pre_hook(lambda *_: ran.append(1))
@@ -205,7 +206,8 @@ def test_graphs_of_layers(monkeypatch: pytest.MonkeyPatch, calls: mock.Mock) -> 
     monkeypatch.setattr(device, "graph_pool", object)
     monkeypatch.setattr(LayerGraphs, "_pools", {})
     found = []
-    for settings in ({}, {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}):
+    graphs: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
+    for settings in ({}, graphs):
         model: Any = build(dtype=torch.float32, **settings)
         model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         model.zero_grad_buffer()
