@@ -152,11 +152,14 @@ def check(name: str, way: str, options: argparse.Namespace) -> str:
 
 
 def measure(run: Callable[[Callable[[], None]], object], options: argparse.Namespace) -> list[float]:
-    """Median ms of forward and backward, of the slowest rank."""
+    """Median ms of forward and backward, of the slowest rank. All is issued before it begins: what the host takes for it does not count."""
     clocks = []
-    dist.barrier()
+    together = torch.zeros(1, device=device.current_device())
     for index in range(options.warmup + options.repeats):
         clock = Clock()
+        if device.has_accelerator():
+            torch.cuda._sleep(int(options.ahead * 2e6))
+        dist.all_reduce(together)
         clock.mark()
         run(clock.mark)
         clock.mark()
@@ -230,6 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="of comparisons, four inputs each")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--ahead", type=float, default=3.0, help="about how many ms the host is given to issue a linear's work")
     parser.add_argument("--limit", type=int, default=300, help="seconds until it gives up")
     parser.add_argument("--trace", help="write a profile of the symmetric way to this file too")
     options = parser.parse_args()

@@ -97,6 +97,7 @@ class Exchange:
         self._allocate, self._copies, self._current = allocate, copies, current
         self.memory = allocate(_aligned(nbytes))
         self.turn = 0
+        self._views: dict[Any, torch.Tensor] = {}
         self._settle: Callable[[], None] | None = None  # a gathering whose copies are still to be issued
         self._summing = False
         rank, size = self.memory.rank, self.memory.size
@@ -109,12 +110,17 @@ class Exchange:
         assert not self._summing, "an exchange began before the sum of the last was waited for"
         if nbytes > self.memory.capacity:
             device.synchronize()  # all pieces for this rank have come: nobody writes to the old memory any more
+            self._views.clear()
             self.memory, self.turn = self._allocate(_aligned(nbytes)), 0
         self.turn += 1
 
     def _places(self, owner: int, like: torch.Tensor) -> torch.Tensor:
         """[ranks, *shape of the piece `like`]"""
-        return self.memory.places(owner, self.turn % 2)[:, : like.nbytes].view(like.dtype).view(self.memory.size, *like.shape)
+        key = owner, self.turn % 2, like.shape, like.dtype
+        if key not in self._views:  # made once: the host takes longer for views than for all else here
+            places = self.memory.places(owner, self.turn % 2)[:, : like.nbytes]
+            self._views[key] = places.view(like.dtype).view(self.memory.size, *like.shape)
+        return self._views[key]
 
     def _send(self, target: int, piece: torch.Tensor) -> None:
         self._copies.wait_stream(self._current())  # the piece is there, and all that read earlier turns is done
@@ -199,7 +205,7 @@ class Exchange:
                 self._send(target, products[target])
             before = target
         out = x.new_empty(x.shape[0] // size, *x.shape[1:-1], matrix.shape[1])
-        return out, self._sum(products, out, signal=False)
+        return out, self._sum(products, out, self._current())
 
     def start_reduce_scatter(self, whole: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         """The sum of whole [s, ...] over the ranks: (this rank's rows [s / ranks, ...], what waits for it)."""
@@ -208,23 +214,27 @@ class Exchange:
         self._begin(parts[0].nbytes)
         self._send_all([parts[target] for target in self.targets])
         out = whole.new_empty(whole.shape[0] // size, *whole.shape[1:])
-        return out, self._sum(parts, out, signal=True)
+        return out, self._sum(parts, out, self._copies)
 
-    def _sum(self, parts: torch.Tensor, out: torch.Tensor, signal: bool) -> Wait:
-        """What adds to this rank's of `parts` [ranks, rows, n] what comes from the others, in the order of ranks, rounded once."""
+    def _sum(self, parts: torch.Tensor, out: torch.Tensor, where: Any) -> Wait:
+        """What adds to this rank's of `parts` [ranks, rows, n] what comes from the others, in the order of ranks, rounded once.
+
+        where: the stream that adds. On that of the copies the last target is still to be signalled, and parts are there.
+        """
         self._summing, memory = True, self.memory
 
         def wait() -> None:
-            if signal:
-                self._signal(self.targets[-1])
-            for source in self.sources:
-                memory.wait(source, self.turn)
             own, places = parts[memory.rank], self._places(memory.rank, parts[0])
-            if memory.size == 2:
-                torch.add(own, places[1 - memory.rank], out=out.view_as(own))
-            else:
-                places[memory.rank].copy_(own)
-                torch.sum(places, 0, out=out.view_as(own))
+            if where is self._copies:
+                self._signal(self.targets[-1])
+            with where:
+                for source in self.sources:
+                    memory.wait(source, self.turn)
+                if memory.size == 2:
+                    torch.add(own, places[1 - memory.rank], out=out.view_as(own))
+                else:
+                    places[memory.rank].copy_(own)
+                    torch.sum(places, 0, out=out.view_as(own))
             self._current().wait_stream(self._copies)  # before `parts` are freed
             self._summing = False
 
