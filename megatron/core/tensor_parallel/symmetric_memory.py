@@ -20,7 +20,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,8 @@ class Memory(Protocol):
 class PeerMemory:
     """Memory of the GPUs of one host, mapped into each other's."""
 
-    def __init__(self, group: dist.ProcessGroup, capacity: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, capacity: int) -> None:
+        assert group is not None
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch would map it for multicast too, which nothing here uses
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
@@ -279,7 +280,8 @@ def _find(group: dist.ProcessGroup, nbytes: int) -> Exchange | None:
     problem, found = _obstacle(ranks), None
     if problem is None:
         try:
-            found = Exchange(lambda capacity: PeerMemory(group, capacity), nbytes, device.copy_stream(), device.current_stream)
+            to_group = ref(group)  # a group that its exchange held would never go
+            found = Exchange(lambda capacity: PeerMemory(to_group(), capacity), nbytes, device.copy_stream(), device.current_stream)
         except (RuntimeError, ImportError, AttributeError, OSError) as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
         dist.all_gather_object(ranks, problem, group=group)

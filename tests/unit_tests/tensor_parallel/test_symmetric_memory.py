@@ -1,14 +1,19 @@
 """Exchanges through shared memory: results in whatever order streams and ranks go, on GPUs that are simulated."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.tensor_parallel import symmetric_memory
 from megatron.core.tensor_parallel.symmetric_memory import Exchange, _obstacle
+from tests.distributed import ranks
 from tests.unit_tests.tensor_parallel.simulated_device import Host
 
 METHODS = ("gather_matmul", "gather_matmul, kept", "start_gather", "matmul_reduce_scatter", "start_reduce_scatter", "column backward")
@@ -143,3 +148,47 @@ ALL = frozenset(range(4))
 def test_who_can_share_memory(ranks: list[Any], problem: str | None) -> None:
     found = _obstacle(ranks)
     assert found is None if problem is None else found is not None and problem in found
+
+
+def find(fails: bool) -> tuple[bool, list[str]]:
+    """Whether two ranks have an exchange, with devices that reach each other, and what the log says; rank 1's memory may fail."""
+    rank = dist.get_rank()
+
+    def allocate(group: object, capacity: int) -> Any:
+        if fails and rank == 1:
+            raise RuntimeError("no peer mapping\nat a place")
+        return SimpleNamespace(rank=rank, size=2, capacity=capacity)
+
+    with (
+        mock.patch.object(symmetric_memory, "PeerMemory", allocate),
+        mock.patch.object(symmetric_memory, "logger") as logger,
+        mock.patch.multiple(
+            symmetric_memory.device,
+            on_accelerator=lambda _: True,
+            current_device=lambda: torch.device("cuda", rank),
+            reachable_devices=lambda: frozenset({1 - rank}),
+            copy_stream=object,
+        ),
+    ):
+        twice = [symmetric_memory.exchange_of(dist.group.WORLD, torch.empty(1), 8) for _ in range(2)]
+        with symmetric_memory.disabled():
+            assert symmetric_memory.exchange_of(dist.group.WORLD, torch.empty(1), 8) is None
+    assert twice[0] is twice[1]
+    return twice[0] is not None, [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_agree_and_say_so_once(fails: bool) -> None:
+    (first, said), (second, nothing) = ranks().run(2, find, fails)
+    assert first is second is not fails
+    assert nothing == []
+    (line,) = said
+    assert line.endswith("not symmetric memory: RuntimeError: no peer mapping" if fails else "copy engines and symmetric memory")
+
+
+def none_on_a_cpu() -> bool:
+    return symmetric_memory.exchange_of(dist.group.WORLD, torch.empty(1), 8) is None
+
+
+def test_no_exchange_on_a_cpu() -> None:
+    assert ranks().run(2, none_on_a_cpu) == [True, True]
