@@ -3,6 +3,7 @@
 A process has one device: the accelerator that `set_device` chose, or the CPU.
 """
 
+import ctypes
 import os
 import time
 import weakref
@@ -203,6 +204,45 @@ def mark_profile(on: bool) -> bool:
 def side_stream() -> Any:
     """One stream for work beside the main one's, the same for all who ask; None on a CPU."""
     return torch.cuda.Stream() if has_accelerator() else None
+
+
+@cache
+def copy_stream() -> Any:
+    """A stream for copies beside the main one's work, whose small kernels go first."""
+    return torch.cuda.Stream(priority=-1)
+
+
+def current_stream() -> Any:
+    return torch.cuda.current_stream()
+
+
+def reachable_devices() -> frozenset[int]:
+    """The other GPUs, by number, whose memory this process's GPU reads and writes."""
+    own, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return frozenset(other for other in range(count) if other != own and torch.cuda.can_device_access_peer(own, other))
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _stream_value(operation: str, address: int, value: int) -> None:
+    # the last argument: for a wait "at least", in the order of a counter that wraps; for a write "after all before it is visible"
+    stream, value = ctypes.c_void_p(stream_handle()), value & 0xFFFFFFFF
+    status = getattr(_driver(), operation)(stream, ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0))
+    if status:
+        raise RuntimeError(f"{operation} failed with CUDA driver error {status}")
+
+
+def stream_write(address: int, value: int) -> None:
+    """Write 32 bits to a GPU's memory once all that was queued on the present stream is done and visible. It takes no kernel."""
+    _stream_value("cuStreamWriteValue32_v2", address, value)
+
+
+def stream_wait_at_least(address: int, value: int) -> None:
+    """What is queued after it on the present stream waits until the 32 bits at `address` are `value` or more. It takes no kernel."""
+    _stream_value("cuStreamWaitValue32_v2", address, value)
 
 
 def use_stream_of_its_own() -> None:

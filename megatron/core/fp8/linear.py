@@ -154,7 +154,7 @@ class _Fp8Linear(torch.autograd.Function):
             grad_input, reduced = start_reducing(grad_input, reduce_input_grad, sequence_parallel, group)
         if needs_weight:
             if gathering is not None:
-                gathering.wait()
+                gathering()
             if ctx.kept is None:
                 grad_weight = weight_grad(linear.weight, flat, gathered.reshape(-1, gathered.shape[-1]), fuse_weight_grad)
             else:

@@ -15,7 +15,13 @@ from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.activated_linear import ActivatedLinear, Activation
-from megatron.core.tensor_parallel.comm_overlap import LinearReduceScatter, gather_matmul, matmul_reduce_scatter
+from megatron.core.tensor_parallel.comm_overlap import (
+    LinearReduceScatter,
+    gather_matmul,
+    matmul_reduce_scatter,
+    start_gather,
+    start_reduce_scatter,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_first_dim,
@@ -24,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
     start_gather_first_dim,
+    start_reduce_scatter_first_dim,
 )
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, declare, local_shape
 from megatron.core.tensor_parallel.utils import VocabUtility
@@ -48,7 +55,8 @@ class _Linear(torch.autograd.Function):
     """x W^T + b, whose backward writes dW into the gradient buffer.
 
     Backward overlaps what it communicates: the gathering of x with the product for dx, the reduction of dx with the product for dW.
-    With sequence_parallel also chunk by chunk: `overlap_gather` in forward, `overlap_scatter` the reduction of dx with its own product.
+    With sequence_parallel, by comm_overlap.py: all of it and the gathering in forward with `overlap_gather`, the reduction of dx with its
+    own product with `overlap_scatter`.
     """
 
     @staticmethod
@@ -66,9 +74,9 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.has_bias = weight, bias is not None
-        ctx.settings = fuse_weight_grad, reduce_input_grad, sequence_parallel, overlap_scatter, group
+        ctx.settings = fuse_weight_grad, reduce_input_grad, sequence_parallel, overlap_gather, overlap_scatter, group
         if sequence_parallel and overlap_gather:
-            out, _ = gather_matmul(x, weight.t(), group)
+            out, _ = gather_matmul(x, weight.t(), group, keep=False)
             return out if bias is None else out.add_(bias)
         return F.linear(gather_first_dim(x, group) if sequence_parallel else x, weight, bias)
 
@@ -76,25 +84,26 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        weight, (fuse_weight_grad, reduce_input_grad, sequence_parallel, overlap_scatter, group) = ctx.weight, ctx.settings
+        weight, (fuse_weight_grad, reduce_input_grad, sequence_parallel, overlap_gather, overlap_scatter, group) = ctx.weight, ctx.settings
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grads[0].contiguous()
-        gathered, gathering = start_gather_first_dim(x, group) if sequence_parallel and needs_weight else (x, None)
-        grad_input, reduced = None, None
+        gathered, gathering, grad_input, reduced = x, None, None, None
+        if sequence_parallel and needs_weight:
+            gathered, gathering = (start_gather if overlap_gather else start_gather_first_dim)(x, group)
         if needs_input and sequence_parallel and overlap_scatter:
             grad_input, reduced = matmul_reduce_scatter(grad, weight, group)
         elif needs_input:
             grad_input = grad.matmul(weight)
             if sequence_parallel:
-                whole, grad_input = grad_input, grad_input.new_empty(grad_input.shape[0] // get_pg_size(group), *grad_input.shape[1:])
-                reduced = dist.reduce_scatter_tensor(grad_input, whole, group=group, async_op=True).wait
+                whole = grad_input  # must live until it is reduced
+                grad_input, reduced = (start_reduce_scatter if overlap_gather else start_reduce_scatter_first_dim)(whole, group)
             elif reduce_input_grad:
                 reduced = dist.all_reduce(grad_input, group=group, async_op=True).wait
         grad_weight = None
         grad_2d = grad.view(-1, grad.shape[-1])
         if needs_weight:
             if gathering is not None:
-                gathering.wait()
+                gathering()
             grad_weight = weight_grad(weight, grad_2d, gathered.reshape(-1, gathered.shape[-1]), fuse_weight_grad)
         grad_bias = grad_2d.sum(dim=0) if needs_bias and ctx.has_bias else None
         if reduced is not None:

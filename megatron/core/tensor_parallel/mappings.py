@@ -45,10 +45,16 @@ def gather_first_dim(x: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
-def start_gather_first_dim(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
-    """(the gathered rows, the work to wait for before they are read). `x` must live until then."""
+def start_gather_first_dim(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[], Any]]:
+    """(the gathered rows, what waits for them before they are read). `x` must live until then."""
     out = x.new_empty(x.shape[0] * get_pg_size(group), *x.shape[1:])
-    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
+    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True).wait
+
+
+def start_reduce_scatter_first_dim(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[], Any]]:
+    """(this rank's rows of the sum, what waits for them before they are read). `x` must live until then."""
+    out = x.new_empty(divide(x.shape[0], get_pg_size(group)), *x.shape[1:])
+    return out, dist.reduce_scatter_tensor(out, x.contiguous(), group=group, async_op=True).wait
 
 
 def gather_last_dim(x: torch.Tensor, group: Group) -> torch.Tensor:

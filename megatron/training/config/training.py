@@ -153,7 +153,9 @@ class ParallelismFlags:
     expert_tensor_parallel_size: int | None = flag(None, "Ranks that share one expert. Default: the tensor size.", minimum=1)
     sequence_parallel: bool = flag(False, "Norms and dropout of a tensor-parallel group split the sequence.")
     tp_comm_overlap: bool = flag(
-        False, "With --sequence-parallel: tokens are gathered and scattered in chunks, behind the matrix products of the linears."
+        False,
+        "With --sequence-parallel: tokens are gathered and scattered behind the matrix products of the linears, by copy engines where "
+        "GPUs share memory, else in chunks.",
     )
     tp_comm_overlap_ag: bool = flag(
         True,

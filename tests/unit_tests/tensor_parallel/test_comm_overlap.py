@@ -1,7 +1,10 @@
 """Chunked communication against its plain twin: gather all, multiply; multiply, reduce-scatter."""
 
 import contextlib
+import math
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,9 +14,11 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import comm_overlap
 from megatron.core.tensor_parallel.comm_overlap import CHUNKS, num_chunks
 from megatron.core.tensor_parallel.init import init_method_normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.symmetric_memory import Exchange
 from tests.distributed import ranks
 
 INIT = init_method_normal(1.0)
@@ -69,31 +74,88 @@ def block(size: int, rows: int, fuse: bool, frozen: bool, **settings: Any) -> tu
     return found, counts
 
 
-def blocks(size: int) -> list[Any]:
+class Queue:
+    """A stream of the CPU: all is done when it is issued."""
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class FileMemory:
+    """Memory that processes share through a file; an exchange's Memory."""
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        self.rank, self.size, self.capacity = dist.get_rank(), dist.get_world_size(), capacity
+        shape = (self.size, 2, self.size, capacity)
+        self._places = torch.from_file(f"{path}.{capacity}", True, math.prod(shape), dtype=torch.uint8).view(shape)
+        flags = torch.from_file(f"{path}.{capacity}.flags", True, self.size**2, dtype=torch.int64)
+        self._flags = flags.view(self.size, self.size).numpy()
+
+    def places(self, owner: int, half: int) -> torch.Tensor:
+        return self._places[owner, half]
+
+    def signal(self, peer: int, turn: int) -> None:
+        self._flags[peer, self.rank] = turn
+
+    def wait(self, peer: int, turn: int) -> None:
+        end = time.monotonic() + 30
+        while self._flags[self.rank, peer] < turn:
+            assert time.monotonic() < end, f"no signal of rank {peer} for turn {turn}"
+            time.sleep(0)
+
+
+def blocks(size: int, folder: Path | None) -> list[Any]:
+    """With `folder` overlapped blocks exchange through memory."""
     parallel_state.destroy_model_parallel()  # another test's, in a process that stays
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     found = []
+    exchange = None if folder is None else Exchange(lambda capacity: FileMemory(folder / "memory", capacity), 1, Queue(), Queue)
     for rows in ROWS:
         for fuse, frozen in ((True, False), (False, False), (True, True)):
             plain, _ = block(size, rows, fuse, frozen)
             for name, settings in SETTINGS.items():
-                found.append((name, rows, frozen, plain, *block(size, rows, fuse, frozen, tp_comm_overlap=True, **settings)))
+                with mock.patch.object(comm_overlap, "exchange_of", lambda *_: exchange):
+                    found.append((name, rows, frozen, plain, *block(size, rows, fuse, frozen, tp_comm_overlap=True, **settings)))
     parallel_state.destroy_model_parallel()
     return found
 
 
+def assert_equal_blocks(name: str, plain: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    assert plain.keys() == got.keys()
+    for what in plain:
+        torch.testing.assert_close(got[what], plain[what], rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}, {name}: {text}")  # noqa: B023
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_chunks_change_nothing(size: int) -> None:
-    for results in ranks().run(size, blocks, size):
+    for results in ranks().run(size, blocks, size, None):
         for name, rows, frozen, plain, got, counts in results:
-            assert plain.keys() == got.keys()
-            for what in plain:
-                torch.testing.assert_close(got[what], plain[what], rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}, {name}: {text}")  # noqa: B023
+            assert_equal_blocks(name, plain, got)
             chunks = num_chunks(rows)
             # gathered: x in chunks; on the way back the row's gradient, and x again for the weight's gradient
             gathers = (1 if name == "scatter" else chunks) + 1 + (not frozen)
             scatters = (1 if name == "gather" else chunks) + (chunks if name == "input gradients too" else 1)
             assert counts == {"all_gather_into_tensor": gathers, "reduce_scatter_tensor": scatters}, name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_exchanges_through_memory_change_nothing(size: int, tmp_path: Path) -> None:
+    for results in ranks().run(size, blocks, size, tmp_path):
+        for name, _, frozen, plain, got, counts in results:
+            assert_equal_blocks(name, plain, got)
+            # what a switch leaves to collectives: the column-parallel linear and the row's gradient; the row-parallel linear
+            left = {
+                "scatter": {"all_gather_into_tensor": 2 + (not frozen), "reduce_scatter_tensor": 1},
+                "gather": {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
+            }
+            assert counts == left.get(name, {}), name
 
 
 def test_rows_are_cut_evenly() -> None:
