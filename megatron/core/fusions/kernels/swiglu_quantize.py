@@ -20,8 +20,8 @@ BACKWARD_TILE = 64, 64, 4
 
 @triton.jit
 def swiglu_quantize_forward(
-    x, inverse, amax, out, rows, columns, stride,
-    LARGEST: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    x, weights, inverse, amax, out, rows, columns, stride,
+    LARGEST: tl.constexpr, WEIGHTED: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)[:, None]
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)[None, :]
@@ -29,7 +29,10 @@ def swiglu_quantize_forward(
     gate = tl.load(x + row * stride + column, mask=inside, other=0.0)
     up = tl.load(x + row * stride + columns + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    value = (wide * (1.0 / (1.0 + tl.exp(-wide))) * up.to(tl.float32)).to(x.dtype.element_ty)
+    value = wide * (1.0 / (1.0 + tl.exp(-wide))) * up.to(tl.float32)
+    if WEIGHTED:
+        value *= tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)
+    value = value.to(x.dtype.element_ty)
     if RECORD:
         tl.atomic_max(amax, tl.max(tl.max(magnitude(value.to(tl.float32)), axis=1), axis=0))
     if QUANTIZE:
@@ -78,16 +81,20 @@ def swiglu_quantize_backward(
         tl.store(grad_rows + target + columns, grad_up, mask=inside)
 
 
-def forward(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None) -> torch.Tensor:
+def forward(
+    x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [m, 2n] contiguous in its last dim -> [m, n]: in FP8 with the inverse scale `inverse` [1], in x's dtype without.
 
-    amax [1]: raised to the largest magnitude of the output."""
+    amax [1]: raised to the largest magnitude of the output. weights [m], contiguous: of each row."""
     rows, columns = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, columns, dtype=x.dtype if inverse is None else dtype, device=x.device)
     tall, wide, warps = FORWARD_TILE
     swiglu_quantize_forward[(triton.cdiv(rows, tall), triton.cdiv(columns, wide))](
-        x, x if inverse is None else inverse, x if amax is None else amax, out, rows, columns, x.stride(0),
-        LARGEST=LARGEST[dtype], QUANTIZE=inverse is not None, RECORD=amax is not None, TALL=tall, WIDE=wide, num_warps=warps,
+        x, x if weights is None else weights, x if inverse is None else inverse, x if amax is None else amax, out,
+        rows, columns, x.stride(0),
+        LARGEST=LARGEST[dtype], WEIGHTED=weights is not None, QUANTIZE=inverse is not None, RECORD=amax is not None,
+        TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return out
 
