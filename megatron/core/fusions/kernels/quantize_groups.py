@@ -60,6 +60,11 @@ def quantize_groups_one_scale(
         tl.store(out_columns + filled_first.to(tl.int64) * k + column[:, None] * filled + local[None, :], result, mask=there)
 
 
+def lanes_for(groups: int) -> int:
+    """Of the vector that a program reads the counts into."""
+    return max(16, triton.next_power_of_2(groups))
+
+
 def quantize_groups(
     x: torch.Tensor,
     counts: torch.Tensor,
@@ -86,6 +91,6 @@ def quantize_groups(
     quantize_groups_one_scale[(n // tall + groups, triton.cdiv(k, wide))](
         x, counts, given, given if amax is None else amax, rows, columns, inverse, k, x.stride(0), groups,
         LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=out_rows is not None, COLUMNS=out_columns is not None,
-        GROUPS=triton.next_power_of_2(groups), TALL=tall, WIDE=wide, num_warps=warps,
+        GROUPS=lanes_for(groups), TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return inverse

@@ -11,7 +11,7 @@ import triton.language as tl
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.grouped import room_for
 from megatron.core.fusions.kernels.quantize import magnitude, saturated
-from megatron.core.fusions.kernels.quantize_groups import group_of_tile
+from megatron.core.fusions.kernels.quantize_groups import group_of_tile, lanes_for
 
 TILE = 64, 64, 4  # rows (a multiple of 16), columns and warps of a program
 
@@ -87,6 +87,6 @@ def backward(
         x, weights, grad, counts, inverse_out, inverse_out if inverse is None else inverse, inverse_out if amax is None else amax,
         out_columns, grad_rows, grad_rows if grad_columns is None else grad_columns, dots, n, columns, groups,
         LARGEST_OUT=LARGEST[out_dtype], LARGEST=LARGEST[dtype], QUANTIZE=inverse is not None, RECORD=amax is not None,
-        GROUPS=triton.next_power_of_2(groups), TALL=tall, WIDE=wide, num_warps=warps,
+        GROUPS=lanes_for(groups), TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return out_columns, grad_rows, grad_columns, dots.sum(dim=0).to(weights.dtype)
