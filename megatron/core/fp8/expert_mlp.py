@@ -60,12 +60,14 @@ class _ExpertMLP(torch.autograd.Function):
         needs_input, _, needs_weight1, needs_weight2 = ctx.needs_input_grad[:4]
         inputs, hidden, weights = ctx.saved_tensors
         grad = fc2.quantize_rows(GRADIENT, grads[0].contiguous(), counts, record=training, rows=True, columns=needs_weight2)
-        grad_activated = rows_product(_rows(grad), fc2.matrices()[1], counts, hidden.dtype)
+        grad_activated = rows_product(_rows(grad), fc2.matrices()[1], counts, hidden.dtype, counts_are_here=True)
         activated, grad_hidden, grad_weights = _activate_backward(
             fc1, hidden, weights, grad_activated, counts, ctx.inverses[1], dtype_of(fc2.settings, INPUT), training
         )
         del grad_activated
-        grad_input = rows_product(_rows(grad_hidden), fc1.matrices()[1], counts, hidden.dtype) if needs_input else None
+        grad_input = None
+        if needs_input:
+            grad_input = rows_product(_rows(grad_hidden), fc1.matrices()[1], counts, hidden.dtype, counts_are_here=True)
         grad2 = put_weight_grad(fc2, grad, activated, counts, fuse_weight_grad) if needs_weight2 else None
         grad1 = None
         if needs_weight1:

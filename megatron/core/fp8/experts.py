@@ -75,7 +75,7 @@ class _Fp8Experts(torch.autograd.Function):
         quantized = linear.quantize_rows(INPUT, x, counts, record=training, rows=True, columns=keeps and not keep_input)
         ctx.counts, ctx.linear, ctx.settings, ctx.inverse = counts, linear, settings, quantized.inverse
         ctx.save_for_backward(x if keep_input and keeps else quantized.columns)
-        if keeps:
+        if recorded:
             counts.prefetch()
         assert quantized.rows is not None
         rows = Operand(quantized.rows, quantized.inverse, TENSOR)
@@ -91,7 +91,7 @@ class _Fp8Experts(torch.autograd.Function):
         grad_input = grad_weight = None
         if needs_input:
             rows = Operand(quantized.rows, quantized.inverse, TENSOR)
-            grad_input = rows_product(rows, linear.matrices()[1], counts, grad.dtype)
+            grad_input = rows_product(rows, linear.matrices()[1], counts, grad.dtype, counts_are_here=True)
         if needs_weight and in_fp8:
             grad_weight = put_weight_grad(linear, quantized, _kept_inputs(ctx), counts, fuse_weight_grad)
         elif needs_weight:
