@@ -81,12 +81,22 @@ def test_schedules_recompute_and_overlap_change_nothing(corpus: Path) -> None:
     assert losses_of(on_ranks(2, *on(corpus, DELAYED, overlapped))) == pytest.approx(alone, rel=2e-3)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
-def test_tensor_parallel_ranks_train_the_same(corpus: Path, recipe: str) -> None:
-    flags = f"{HYBRID} {recipe} --swiglu --ffn-hidden-size 160"
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("delayed", ""),
+        ("delayed", MOE),
+        pytest.param("tensorwise", "", marks=pytest.mark.slow),
+        pytest.param("tensorwise", MOE, marks=pytest.mark.slow),
+        pytest.param("delayed", MOE.replace("--moe-grouped-gemm", ""), marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallel_ranks_train_the_same(corpus: Path, recipe: str, more: str) -> None:
+    """Of experts too, which they split: there rounding now and then sends a token elsewhere."""
+    flags = f"{HYBRID} {recipe} --swiglu --ffn-hidden-size 160 {more}"
     alone = losses_of(train(*on(corpus, flags)))
     split = losses_of(on_ranks(2, *on(corpus, flags, "--tensor-model-parallel-size 2 --sequence-parallel")))
-    assert split == pytest.approx(alone, rel=2e-3)
+    assert split == pytest.approx(alone, rel=5e-3 if more else 2e-3)
 
 
 def test_a_run_that_goes_on_equals_one_that_never_stopped(corpus: Path, tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def experts() -> None:
         x, dy = torch.randn(rows, k, device="cuda").bfloat16(), torch.randn(rows, n, device="cuda").bfloat16()
         _products_of_rows(f"{name} forward", x, weight.transpose(1, 2), matrices[0], counts, (E4M3,), flops)
         _products_of_rows(f"{name} dgrad", dy, weight, matrices[1], counts, (E5M2, E4M3), flops)
+        if name.startswith("fc1"):
+            _swiglu_of_experts(f"{name} SwiGLU", dy, counts)
         _gradients_of_experts(f"{name} wgrad", dy, x, counts, torch.zeros(count, n, k, device="cuda"), flops)
 
 
@@ -161,6 +163,19 @@ def _products_of_rows(
             attempt(f"{label} {dtype} by torch{sums}", partial(grouped.by_torch, rows, matrices, counts, fast), flops)
             attempt(f"{label} {dtype} by group{sums}", partial(grouped.by_group, rows, matrices, counts, x.dtype, fast), flops)
         attempt(f"{label} {dtype} by Triton", partial(grouped.by_triton, rows, matrices, counts, x.dtype), flops)
+
+
+def _swiglu_of_experts(label: str, hidden: torch.Tensor, counts: TokenCounts) -> None:
+    from megatron.core.fusions.kernels import swiglu_quantize, swiglu_quantize_groups
+
+    rows, width = hidden.shape[0], hidden.shape[1] // 2
+    one, amax, weights = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda"), torch.rand(rows, device="cuda")
+    grad = torch.randn(rows, width, device="cuda").bfloat16()
+    attempt(f"{label} forward", partial(swiglu_quantize.forward, hidden, E4M3, one, amax, weights), bytes_moved=5 * grad.numel())
+    for tile in ((64, 64, 4), (64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 32, 4)):
+        swiglu_quantize_groups.TILE = tile
+        back = partial(swiglu_quantize_groups.backward, hidden, weights, grad, counts.on_device, E4M3, one, E5M2, one, amax)
+        attempt(f"{label} backward {tile}", back, bytes_moved=11 * grad.numel())
 
 
 def _gradients_of_experts(label: str, dy: torch.Tensor, x: torch.Tensor, counts: TokenCounts, out: torch.Tensor, flops: float) -> None:

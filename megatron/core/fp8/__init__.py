@@ -4,6 +4,7 @@
     formats    the two number formats, and the scale     gemm       products of quantized operands
     scaling    delayed scaling's state                   linear     a linear layer's forward and backward
     grouped    the same of rows of several groups        experts    the linear of all experts of a rank
+    swiglu_mlp, expert_mlp  both linears of an MLP with SwiGLU between them
     model      which linears of a model, the end of a step, checkpoints
 
 The rule for every scale: the largest power of two that brings the largest magnitude inside the format. A power of two moves no mantissa

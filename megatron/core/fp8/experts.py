@@ -24,12 +24,21 @@ class Fp8Experts(Fp8Linear):
     _of_experts: tuple[Grouped, Operand, Operand] | None = None
 
     def quantize_rows(
-        self, role: int, x: torch.Tensor, counts: TokenCounts, *, record: bool, rows: bool, columns: bool, into: Grouped | None = None
+        self,
+        role: int,
+        x: torch.Tensor,
+        counts: TokenCounts,
+        *,
+        record: bool,
+        rows: bool,
+        columns: bool,
+        into: Grouped | None = None,
+        found: torch.Tensor | None = None,
     ) -> Grouped:
-        """x [n, k], sorted by expert, as `role`. record: what delayed scaling sees of it counts for the next step."""
-        return quantize_groups(
-            x, counts, dtype_of(self.settings, role), **self.scale_of(role, x, record), rows=rows, columns=columns, into=into
-        )
+        """x [n, k], sorted by expert, as `role`. record: what delayed scaling sees of it counts for the next step. found [1]: x's largest
+        magnitude."""
+        scale, dtype = self.scale_of(role, x, record, found), dtype_of(self.settings, role)
+        return quantize_groups(x, counts, dtype, **scale, rows=rows, columns=columns, into=into)
 
     @torch.no_grad()
     def matrices(self) -> tuple[Operand, Operand]:
@@ -66,7 +75,7 @@ class _Fp8Experts(torch.autograd.Function):
         quantized = linear.quantize_rows(INPUT, x, counts, record=training, rows=True, columns=keeps and not keep_input)
         ctx.counts, ctx.linear, ctx.settings, ctx.inverse = counts, linear, settings, quantized.inverse
         ctx.save_for_backward(x if keep_input and keeps else quantized.columns)
-        if keeps:
+        if recorded:
             counts.prefetch()
         assert quantized.rows is not None
         rows = Operand(quantized.rows, quantized.inverse, TENSOR)
@@ -82,9 +91,9 @@ class _Fp8Experts(torch.autograd.Function):
         grad_input = grad_weight = None
         if needs_input:
             rows = Operand(quantized.rows, quantized.inverse, TENSOR)
-            grad_input = rows_product(rows, linear.matrices()[1], counts, grad.dtype)
+            grad_input = rows_product(rows, linear.matrices()[1], counts, grad.dtype, counts_are_here=True)
         if needs_weight and in_fp8:
-            grad_weight = _weight_grad(linear, quantized, _kept_inputs(ctx), counts, fuse_weight_grad)
+            grad_weight = put_weight_grad(linear, quantized, _kept_inputs(ctx), counts, fuse_weight_grad)
         elif needs_weight:
             grad_weight = grouped_weight_grad(linear.weight, grad, ctx.saved_tensors[0], counts, fuse_weight_grad)
         return grad_input, grad_weight, *[None] * 4
@@ -98,7 +107,7 @@ def _kept_inputs(ctx: Any) -> Grouped:
     return ctx.linear.quantize_rows(INPUT, saved, ctx.counts, record=False, rows=False, columns=True)
 
 
-def _weight_grad(linear: Fp8Experts, grad: Grouped, inputs: Grouped, counts: TokenCounts, fuse: bool) -> torch.Tensor | None:
+def put_weight_grad(linear: Fp8Experts, grad: Grouped, inputs: Grouped, counts: TokenCounts, fuse: bool) -> torch.Tensor | None:
     """The gradient for autograd to pass on; None where it went into the weight's main_grad. It is never put off."""
     weight: Any = linear.weight
     if fuse and hasattr(weight, "main_grad"):

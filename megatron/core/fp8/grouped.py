@@ -5,9 +5,9 @@ up with zeros to a multiple of 16 rows: `columns` has the blocks [k, filled rows
 what the model computes, and the memory's size is known without the numbers of rows, which are on the device: 15 more for each group.
 
 Rows times matrices: by torch's grouped product where it takes the two formats and gives the right result, found out once; else by Triton,
-else group by group. It takes e4m3 alone on Hopper: gradients in e5m2 go another way. Matrices' gradients: by Triton where they add to what
-is there, else group by group: torch's takes no group without rows there. The functions ending in `_plain` are the twins of the kernels, and
-what runs on a CPU.
+or group by group, with many rows for each. torch's takes e4m3 alone on Hopper: gradients in e5m2 go the other ways. Gradients of matrices:
+by Triton where they add to what is there, else group by group: torch's takes no group without rows there, and gives bf16. The functions
+ending in `_plain` are the twins of the kernels, and what runs on a CPU.
 """
 
 import logging
@@ -25,6 +25,7 @@ from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 logger = logging.getLogger(__name__)
+ROWS_FOR_A_CHIP = 512  # with more, on average, a group's product is thought to fill a GPU by itself: cuBLAS's, which is the faster one
 
 
 class Grouped(NamedTuple):
@@ -128,15 +129,20 @@ def rows_product_plain(rows: Operand, matrices: Operand, counts: list[int], out_
     return torch.cat([part.mm(matrix.t()) for part, matrix in parts]).to(out_dtype)
 
 
-def rows_product(rows: Operand, matrices: Operand, counts: TokenCounts, out_dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
-    """rows [n, k] times its group's matrix, of [groups, m, k], transposed -> [n, m]. Both with one scale. fast: as gemm.product's."""
+def rows_product(
+    rows: Operand, matrices: Operand, counts: TokenCounts, out_dtype: torch.dtype, *, fast: bool = False, counts_are_here: bool = False
+) -> torch.Tensor:
+    """rows [n, k] times its group's matrix, of [groups, m, k], transposed -> [n, m]. Both with one scale. fast: as gemm.product's.
+
+    counts_are_here: the host may read them without waiting long."""
     if not rows.data.shape[0]:
         return torch.empty(0, matrices.data.shape[1], dtype=out_dtype, device=rows.data.device)
     if not device.on_accelerator(rows.data):
         return rows_product_plain(rows, matrices, counts.tolist(), out_dtype)
     if out_dtype is torch.bfloat16 and grouped_product_works(rows.data.dtype, matrices.data.dtype):
         return by_torch(rows, matrices, counts, fast)
-    if kernels_run_on(rows.data):
+    alone = counts_are_here and rows.data.shape[0] >= ROWS_FOR_A_CHIP * matrices.data.shape[0]
+    if not alone and kernels_run_on(rows.data):
         return by_triton(rows, matrices, counts, out_dtype)
     return by_group(rows, matrices, counts, out_dtype, fast)
 

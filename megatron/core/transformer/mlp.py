@@ -112,8 +112,7 @@ class MLP(MegatronModule):
     @property
     def _is_swiglu(self) -> bool:
         """Whether the linears may take the activation over."""
-        config = self.config
-        return config.bias_activation_fusion and config.gated_linear_unit and self.activation_func is F.silu and not self.is_expert
+        return is_fused_swiglu(self.config, self.activation_func) and not self.is_expert
 
     def _activate(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         return activate(self.config, x, scale, self.activation_func)
@@ -122,6 +121,11 @@ class MLP(MegatronModule):
 def fc1_segments(config: TransformerConfig, ffn: int) -> tuple[tuple[str, int], ...]:
     """Rows of fc1. Gate and up are split each by itself: a rank holds the same channels of both."""
     return (("gate", ffn), ("up", ffn)) if config.gated_linear_unit else (("rows0", ffn),)
+
+
+def is_fused_swiglu(config: TransformerConfig, function: Any) -> bool:
+    """Whether the activation is SwiGLU, and may be computed together with what is before and after it."""
+    return config.bias_activation_fusion and config.gated_linear_unit and function is F.silu
 
 
 def activate(config: TransformerConfig, x: torch.Tensor, scale: torch.Tensor | None = None, activation_func: Any = None) -> torch.Tensor:

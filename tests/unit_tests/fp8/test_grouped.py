@@ -23,7 +23,7 @@ ON_GPU = device.has_accelerator()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 FORMATS = st.sampled_from([E4M3, E5M2])
 # empty groups, odd ones, some of more than a tile, none with a row at all
-SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 40), st.integers(100, 300)), min_size=1, max_size=9)
+SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 40), st.integers(100, 300)), min_size=1, max_size=20)
 SUMS = 2e-3 if ON_GPU else 1e-5  # tensor cores keep about 14 bits between promotions
 
 
@@ -108,6 +108,29 @@ def test_rows_times_their_groups_matrix(
     rows, matrices = operands(sizes, 16 * units, 16 * outputs, dtype, seed)
     expected = grouped.rows_product_plain(rows, matrices, sizes, torch.float32)
     close(way(rows, matrices, counts_of(sizes)), expected)
+
+
+@pytest.mark.parametrize(
+    ("works", "kernels_run", "here", "rows", "way"),
+    [
+        (True, True, True, 2048, "by_torch"),
+        (False, True, False, 2048, "by_triton"),
+        (False, True, True, 2048, "by_group"),
+        (False, True, True, 1000, "by_triton"),
+        (False, False, False, 1000, "by_group"),
+    ],
+)
+def test_which_way(monkeypatch: pytest.MonkeyPatch, works: bool, kernels_run: bool, here: bool, rows: int, way: str) -> None:
+    """The host is not asked for counts that it does not have where there is a way without them."""
+    for name in ("by_torch", "by_triton", "by_group"):
+        monkeypatch.setattr(grouped, name, lambda *_, name=name: name)
+    monkeypatch.setattr(device, "on_accelerator", lambda _: True)
+    monkeypatch.setattr(grouped, "grouped_product_works", lambda *_: works)
+    monkeypatch.setattr(grouped, "kernels_run_on", lambda _: kernels_run)
+    sizes = [rows // 2, rows // 2]
+    operand_rows, matrices = operands(sizes, 16, 16, E4M3, 1)
+    found: Any = grouped.rows_product(operand_rows, matrices, counts_of(sizes), torch.bfloat16, counts_are_here=here)
+    assert found == way
 
 
 GRADS = [grouped.weight_grads, grouped.weight_grads_by_group, grouped.weight_grads_by_triton]

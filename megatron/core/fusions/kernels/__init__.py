@@ -10,6 +10,7 @@ Each has a torch path beside it, at the place that calls it, which is its plain 
     quantize_groups  fp8/grouped.py                       scaled_grouped_mm  fp8/grouped.py
     router         transformer/moe/routing.py
     swiglu_quantize  fp8/swiglu_mlp.py; its twin is what transformer/mlp.py does without it
+    swiglu_quantize_groups  fp8/expert_mlp.py; its twin is what transformer/moe/experts.py does without it
 """
 
 import logging

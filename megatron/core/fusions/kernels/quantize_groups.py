@@ -78,6 +78,11 @@ def quantize_groups_one_scale(
         store_turned(out_columns + filled_first.to(tl.int64) // 4 * k, four, quad, column, filled // 4, k)
 
 
+def lanes_for(groups: int) -> int:
+    """Of the vector that a program reads the counts into."""
+    return max(16, triton.next_power_of_2(groups))
+
+
 def quantize_groups(
     x: torch.Tensor,
     counts: torch.Tensor,
@@ -105,6 +110,6 @@ def quantize_groups(
         x, counts, given, given if amax is None else amax, turned if out_rows is None else out_rows,
         out_rows if turned is None else turned, inverse, k, x.stride(0), groups,
         LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=out_rows is not None, COLUMNS=out_columns is not None,
-        GROUPS=triton.next_power_of_2(groups), TALL=tall, WIDE=wide, num_warps=warps,
+        GROUPS=lanes_for(groups), TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return inverse

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.fusions.kernels.quantize_groups import group_of_tile
+from megatron.core.fusions.kernels.quantize_groups import group_of_tile, lanes_for
 
 NEXT_TO_EACH_OTHER = 8  # tiles down of programs that follow each other: they share rows of both operands in the cache
 
@@ -83,7 +83,7 @@ def rows_product(
     down = rows // tall + groups  # at most
     scaled_mm_of_groups[(down * triton.cdiv(n, wide),)](
         a, b, counts, out, inverse_a, inverse_b, down, n, k, groups,
-        GROUPS=triton.next_power_of_2(groups), GROUP=NEXT_TO_EACH_OTHER, TALL=tall, WIDE=wide, DEEP=128, num_warps=8, num_stages=3,
+        GROUPS=lanes_for(groups), GROUP=NEXT_TO_EACH_OTHER, TALL=tall, WIDE=wide, DEEP=128, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -97,6 +97,6 @@ def weight_grads(
     tall, wide = 128, 256 if n >= 256 else 128
     scaled_mm_weight_grads[(triton.cdiv(m, tall) * triton.cdiv(n, wide), groups)](
         a, b, counts, out, inverse_a, inverse_b, m, n, groups,
-        ADD=add, GROUPS=triton.next_power_of_2(groups), GROUP=NEXT_TO_EACH_OTHER, TALL=tall, WIDE=wide, DEEP=128,
+        ADD=add, GROUPS=lanes_for(groups), GROUP=NEXT_TO_EACH_OTHER, TALL=tall, WIDE=wide, DEEP=128,
         num_warps=8, num_stages=3,
     )  # fmt: skip

@@ -35,19 +35,22 @@ _OUT, _GATE, _UP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid_of(x):
     root = tl.rsqrt(1.0 + tl.exp(-x))  # one instruction, where a division is eight
     return root * root
 
 
 @triton.jit
-def _output(x, row, column, rows, columns, stride):
-    """SwiGLU, rounded to x's dtype, in fp32."""
+def _output(x, weights, row, column, rows, columns, stride, WEIGHTED: tl.constexpr):
+    """SwiGLU (times its row's weight), rounded to x's dtype, in fp32."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * stride + column[None, :]
     gate = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + place + columns, mask=inside, other=0.0).to(tl.float32)
-    return (gate * _sigmoid(gate) * up).to(x.dtype.element_ty).to(tl.float32)
+    value = gate * sigmoid_of(gate) * up
+    if WEIGHTED:
+        value *= tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    return value.to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE:
     gate = load_phase(x, quad, column, rows, columns, stride, PHASE)
     up = load_phase(x + columns, quad, column, rows, columns, stride, PHASE)
     dy = load_phase(grad, quad, column, rows, columns, grad_stride, PHASE)
-    sigmoid = _sigmoid(gate)
+    sigmoid = sigmoid_of(gate)
     silu = gate * sigmoid
     out = (silu * up).to(x.dtype.element_ty).to(tl.float32)
     grad_gate = (dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(x.dtype.element_ty).to(tl.float32)
@@ -77,14 +80,14 @@ def _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE: 
 
 @triton.jit
 def swiglu_quantize_forward(
-    x, inverse, amax, out, rows, columns, stride,
-    LARGEST: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    x, weights, inverse, amax, out, rows, columns, stride,
+    LARGEST: tl.constexpr, WEIGHTED: tl.constexpr, QUANTIZE: tl.constexpr, RECORD: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
-    value = _output(x, row, column, rows, columns, stride)
+    value = _output(x, weights, row, column, rows, columns, stride, WEIGHTED)
     if RECORD:
         tl.atomic_max(amax, amax_from(tl.max(tl.max(magnitude(value), axis=1), axis=0)))
     if QUANTIZE:
@@ -144,7 +147,7 @@ def swiglu_quantize_blocks_forward(
     row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     block = tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    value = _output(x, row, column, rows, columns, stride)
+    value = _output(x, x, row, column, rows, columns, stride, False)
     factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
     tl.store(inverse + block * rows + row, 1.0 / factors, mask=row < rows)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -182,16 +185,20 @@ def swiglu_quantize_blocks_backward(
         column_inverse += columns
 
 
-def forward(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None) -> torch.Tensor:
+def forward(
+    x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [m, 2n] contiguous in its last dim -> [m, n]: in FP8 with the inverse scale `inverse` [1], in x's dtype without.
 
-    amax [1]: raised to the largest magnitude of the output."""
+    amax [1]: raised to the largest magnitude of the output. weights [m], contiguous: of each row."""
     rows, columns = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, columns, dtype=x.dtype if inverse is None else dtype, device=x.device)
     tall, wide, warps = FORWARD_TILE
     swiglu_quantize_forward[(triton.cdiv(rows, tall), triton.cdiv(columns, wide))](
-        x, x if inverse is None else inverse, x if amax is None else amax, out, rows, columns, x.stride(0),
-        LARGEST=LARGEST[dtype], QUANTIZE=inverse is not None, RECORD=amax is not None, TALL=tall, WIDE=wide, num_warps=warps,
+        x, x if weights is None else weights, x if inverse is None else inverse, x if amax is None else amax, out,
+        rows, columns, x.stride(0),
+        LARGEST=LARGEST[dtype], WEIGHTED=weights is not None, QUANTIZE=inverse is not None, RECORD=amax is not None,
+        TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
+from megatron.core.fp8 import expert_mlp
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.layers import empty_parameter, share_of_sum
 from megatron.core.tensor_parallel.param_sharding import Experts, ParamSharding, Segment, declare
 from megatron.core.tensor_parallel.random import RecomputedOutput
-from megatron.core.transformer.mlp import MLP, MLPSubmodules, activate, fc1_segments
+from megatron.core.transformer.mlp import MLP, MLPSubmodules, activate, fc1_segments, is_fused_swiglu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_linear, row_bias
 from megatron.core.transformer.moe.token_dispatcher import TokenCounts
@@ -166,6 +167,8 @@ class GroupedMLP(MegatronModule):
             self.linear_fc2.input_is_recomputed = config.recomputes("moe_act")
 
     def forward(self, rows: torch.Tensor, counts: TokenCounts, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if is_fused_swiglu(self.config, self.config.activation_func) and expert_mlp.takes(self.linear_fc1, self.linear_fc2, rows):
+            return expert_mlp.expert_mlp(self.linear_fc1, self.linear_fc2, rows, counts, probs), None
         intermediate = self.linear_fc1(rows, counts)
         act = RecomputedOutput(self.training and self.config.recomputes("moe_act"))
         activated = act.run(lambda x, scale: activate(self.config, x, scale), intermediate, probs)
