@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.fp8.gemm import product
 from megatron.core.fp8.linear import Fp8Linear, start_reducing, there
-from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, TENSOR, Operand, Quantized
+from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, TENSOR, Operand, Quantized, quantize_blocks
 from megatron.core.fp8.scaling import GRADIENT, INPUT, dtype_of
 from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.tensor_parallel.mappings import gather_first_dim
@@ -102,13 +102,14 @@ def _activate_backward(
 ) -> tuple[Operand, Quantized]:
     """grad [m, n] of SwiGLU's output -> (that output, with the inverse scale `inverse` of the forward pass or with blocks, transposed;
     hidden's gradient as fc1's)."""
-    from megatron.core.fusions.kernels import swiglu_quantize
+    from megatron.core.fusions.kernels import swiglu, swiglu_quantize
 
     out_dtype, dtype, known = dtype_of(fc1.settings, INPUT), dtype_of(fc1.settings, GRADIENT), fc1.known_scale(GRADIENT)
-    if fc1.settings.recipe == "blockwise":
-        made = swiglu_quantize.backward_blocks(hidden, grad, out_dtype, dtype)
-        activated, rows_of_grad, columns_of_grad = (Operand(*pair, ROW_BLOCKS) for pair in made)
-        return activated, Quantized(rows_of_grad, columns_of_grad)
+    if fc1.settings.recipe == "blockwise":  # three results with scales both ways would not fit a program's registers
+        grad_hidden, _, activated = swiglu.backward(hidden, grad, with_out=True)
+        assert activated is not None
+        kept = quantize_blocks(activated, out_dtype, ROW_BLOCKS, rows=False).columns
+        return there(kept), fc1.quantize(GRADIENT, grad_hidden, record=record, rows=True, columns=True)
     if known is not None:
         grad_inverse, amax = known
         out, rows, columns = swiglu_quantize.backward(hidden, grad, out_dtype, inverse, dtype, grad_inverse, amax if record else None)

@@ -19,9 +19,7 @@ from megatron.core.fusions.kernels.quantize import (
     magnitude,
     packed,
     scale_of,
-    store_column_blocks,
     store_phase,
-    store_row_blocks,
     store_turned,
     to_fp8,
 )
@@ -30,8 +28,6 @@ from megatron.core.fusions.kernels.quantize import (
 FORWARD_TILE = 8, 512, 8
 BACKWARD_TILE = 32, 128, 4
 BLOCKS_TALL, BLOCKS_WARPS = 16, 4  # forward with blocks
-BACKWARD_BLOCKS_WARPS = 8
-_OUT, _GATE, _UP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -64,18 +60,6 @@ def _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE:
     out = (silu * up).to(x.dtype.element_ty).to(tl.float32)
     grad_gate = (dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(x.dtype.element_ty).to(tl.float32)
     return out, grad_gate, (dy * silu).to(x.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE: tl.constexpr, WHICH: tl.constexpr):
-    """One of the three. What the others load too comes out of the cache; all three at once would not fit the registers."""
-    out, grad_gate, grad_up = _gradients(x, grad, quad, column, rows, columns, stride, grad_stride, PHASE)
-    if WHICH == _OUT:
-        return out
-    elif WHICH == _GATE:
-        return grad_gate
-    else:
-        return grad_up
 
 
 @triton.jit
@@ -154,37 +138,6 @@ def swiglu_quantize_blocks_forward(
     tl.store(out + row[:, None] * columns + column[None, :], to_fp8(value * factors[:, None], LARGEST), mask=inside)
 
 
-@triton.jit
-def swiglu_quantize_blocks_backward(
-    x, grad, out_columns, out_inverse, grad_rows, row_inverse, grad_columns, column_inverse, rows, quads, columns, stride, grad_stride,
-    LARGEST_OUT: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    column = across * BLOCK + tl.arange(0, BLOCK)
-    first = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 0, _OUT)
-    second = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 1, _OUT)
-    third = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 2, _OUT)
-    fourth = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 3, _OUT)
-    store_column_blocks(out_columns, out_inverse, first, second, third, fourth, quad, column, quads, columns, down, columns, LARGEST_OUT)
-    for half in tl.static_range(2):
-        first = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 0, _GATE + half)
-        second = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 1, _GATE + half)
-        third = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 2, _GATE + half)
-        fourth = _gradient(x, grad, quad, column, rows, columns, stride, grad_stride, 3, _GATE + half)
-        block = across + half * tl.num_programs(1)
-        store_row_blocks(grad_rows, row_inverse, first, quad, column, rows, columns, block, 2 * columns, 0, LARGEST)
-        store_row_blocks(grad_rows, row_inverse, second, quad, column, rows, columns, block, 2 * columns, 1, LARGEST)
-        store_row_blocks(grad_rows, row_inverse, third, quad, column, rows, columns, block, 2 * columns, 2, LARGEST)
-        store_row_blocks(grad_rows, row_inverse, fourth, quad, column, rows, columns, block, 2 * columns, 3, LARGEST)
-        store_column_blocks(
-            grad_columns, column_inverse, first, second, third, fourth, quad, column, quads, columns, down, 2 * columns, LARGEST
-        )
-        grad_rows += columns
-        grad_columns += columns.to(tl.int64) * quads
-        column_inverse += columns
-
-
 def forward(
     x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -239,24 +192,3 @@ def forward_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
         x, out, inverse, rows, columns, x.stride(0), LARGEST=LARGEST[dtype], TALL=BLOCKS_TALL, BLOCK=BLOCK, num_warps=BLOCKS_WARPS
     )
     return out, inverse
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]  # (data, inverse scales)
-
-
-def backward_blocks(x: torch.Tensor, grad: torch.Tensor, out_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Pair, Pair, Pair]:
-    """x [m, 2n], grad [m, n] of the output -> the output transposed [n, padded m], the gradient of x [m, 2n], and transposed, each with a
-    scale for 1 x 128; n a multiple of 128."""
-    rows, columns, filled = x.shape[0], x.shape[1] // 2, padded(x.shape[0])
-    down, across = triton.cdiv(filled, BLOCK), columns // BLOCK
-    out_columns = torch.empty(columns, filled, dtype=out_dtype, device=x.device)
-    grad_rows = torch.empty(rows, 2 * columns, dtype=dtype, device=x.device)
-    grad_columns = torch.empty(2 * columns, filled, dtype=dtype, device=x.device)
-    out_inverse, row_inverse = inverses_of_blocks(x, columns, down), inverses_of_blocks(x, rows, 2 * across)
-    column_inverse = inverses_of_blocks(x, 2 * columns, down)
-    swiglu_quantize_blocks_backward[(down, across)](
-        x, grad, in_fours(out_columns), out_inverse, grad_rows, row_inverse, in_fours(grad_columns), column_inverse, rows, filled // 4,
-        columns, x.stride(0), grad.stride(0), LARGEST_OUT=LARGEST[out_dtype], LARGEST=LARGEST[dtype], BLOCK=BLOCK,
-        num_warps=BACKWARD_BLOCKS_WARPS,
-    )  # fmt: skip
-    return (out_columns, out_inverse), (grad_rows, row_inverse), (grad_columns, column_inverse)
