@@ -105,6 +105,12 @@ class DistributedFlags:
     ddp_average_in_collective: bool = flag(
         False, "NCCL divides gradients by the data-parallel size; other backends divide before they sum."
     )
+    nccl_ub: bool = flag(
+        False,
+        "With --use-distributed-optimizer: copy engines reduce gradients and gather parameters, through memory that the GPUs of a host "
+        "share; NCCL's kernels would take multiprocessors from the computation. NCCL where there is no such memory.",
+        names=("--use-nccl-ub",),
+    )
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
         False, "With --use-distributed-optimizer and 16-bit gradients: ranks exchange gradients, and add them up in fp32."
     )
