@@ -215,15 +215,19 @@ def table(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def trace(options: argparse.Namespace) -> None:
-    """What runs when, in a few steps of each linear, for a browser's viewer."""
+    """What runs when, in a few steps of each linear, for a browser's viewer: a file for each rank, all issued before it begins."""
     cases = [Case(name, "symmetric", options.tokens, options.hidden) for name in LINEARS]
     given = [case.inputs(0) for case in cases]
+    together = torch.zeros(1, device=device.current_device())
     with torch.profiler.profile() as profile:
+        dist.barrier()
+        if device.has_accelerator():
+            torch.cuda._sleep(int(12 * options.ahead * 2e6))
+        dist.all_reduce(together)
         for case, (x, grad) in [*zip(cases, given, strict=True)] * 3:
             case.run(x, grad, lambda: None)
         device.synchronize()
-    if dist.get_rank() == 0:
-        profile.export_chrome_trace(options.trace)
+    profile.export_chrome_trace(f"{options.trace}.rank{dist.get_rank()}.json")
 
 
 def main() -> None:
@@ -235,7 +239,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--ahead", type=float, default=3.0, help="about how many ms the host is given to issue a linear's work")
     parser.add_argument("--limit", type=int, default=300, help="seconds until it gives up")
-    parser.add_argument("--trace", help="write a profile of the symmetric way to this file too")
+    parser.add_argument("--trace", help="write profiles of the symmetric way to this path, with .rank0.json and so on added, too")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.limit, exit=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -118,7 +118,7 @@ class Exchange:
     def _places(self, owner: int, like: torch.Tensor) -> torch.Tensor:
         """[ranks, *shape of the piece `like`]"""
         key = owner, self.turn % 2, like.shape, like.dtype
-        if key not in self._views:  # made once: the host takes longer for views than for all else here
+        if key not in self._views:  # made once: five calls of the host otherwise
             places = self.memory.places(owner, self.turn % 2)[:, : like.nbytes]
             self._views[key] = places.view(like.dtype).view(self.memory.size, *like.shape)
         return self._views[key]
