@@ -196,17 +196,21 @@ class MLASelfAttention(Attention):
             query, key, value = self._heads(*latents, angles)
             return self.linear_proj(self._attend(query, key, value, *arguments))
         recomputed = RecomputedOutput()
-        mixed = recomputed.run(self._in_one(angles), *latents)
+        flat = recomputed.run(self._in_one(angles), *latents)
         width = self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
-        query, key, value = mixed.split([width, width, self.config.v_head_dim], dim=-1)
+        widths = (width, width, self.config.v_head_dim)
+        rows = flat.numel() // sum(widths)
+        parts = flat.split([rows * each for each in widths])
+        query, key, value = (part.view(-1, hidden_states.shape[1], self.heads, each) for part, each in zip(parts, widths, strict=True))
         context = self._attend(query, key, value, *arguments)
         recomputed.free_until_backward_of(context)
         return self.linear_proj(context)
 
     def _in_one(self, angles: torch.Tensor) -> Callable[..., torch.Tensor]:
-        """Queries, keys and values as one tensor, which one call can free."""
+        """Queries, keys and values as one tensor [n], which one call can free, one after the other: each is contiguous, as without
+        recompute, so that a product takes the same kernel, and gives the same bits."""
 
         def heads(query_latent: torch.Tensor, latent: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
-            return torch.cat(self._heads(query_latent, latent, turning, angles), dim=-1)
+            return torch.cat([part.flatten() for part in self._heads(query_latent, latent, turning, angles)])
 
         return heads
