@@ -149,18 +149,18 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
         return numbers(500.0 if processes == 1 else 480.0)
 
     monkeypatch.setattr(eight_gpus, "run", run)
-    for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"):  # put back afterwards
+    for name in ("NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES"):  # put back afterwards
         monkeypatch.setenv(name, "")
     line = ["eight_gpus.py", "--dry", "--gpus", "2", "--part", "scaling", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", line)
     eight_gpus.main()
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
     failed = "failed: llama8L ended with code 1"
-    results = ["measured", "measured", failed, "measured", "measured"]
-    assert seen == [results[:done] for done in range(5)]
+    results = ["measured", "measured", failed, "measured", failed, "measured", "measured"]
+    assert seen == [results[:done] for done in range(7)]
     rows = json.loads(file.read_text())["rows"]
     assert [(row["row"], row["result"]) for row in rows] == list(
-        zip(["llama8L, one GPU", "llama8L, DP2", "llama8L, TP2", "llama8L, PP2", "llama8L, CP2"], results)
+        zip(["llama8L, one GPU", *(f"llama8L, {axis}2" for axis in ("DP", "TP", "DP by copies ", "TP by copies ", "PP", "CP"))], results)
     )
     assert (rows[1]["efficiency"], rows[1]["exposed_ms"], rows[1]["tokens_per_second_per_gpu"]) == (0.96, 5.0, 4000.0)
     shown = capsys.readouterr().out
