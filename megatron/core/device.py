@@ -206,9 +206,8 @@ def side_stream() -> Any:
     return torch.cuda.Stream() if has_accelerator() else None
 
 
-@cache
 def copy_stream() -> Any:
-    """A stream for copies beside the main one's work, whose small kernels go first."""
+    """A new stream for copies beside the main one's work, whose small kernels go first."""
     return torch.cuda.Stream(priority=-1)
 
 

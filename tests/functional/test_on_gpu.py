@@ -59,6 +59,7 @@ def test_a_fusion_changes_rounding_alone(corpus: Path, without: str, model: str)
 
 
 CONTEXT = "--context-parallel-size 2 --attention-dropout 0"  # dropout there is refused
+FP8 = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --ffn-hidden-size 160"
 GRAPHED = {
     "gpt": (1, ""),
     "llama": (1, LLAMA),
@@ -67,6 +68,9 @@ GRAPHED = {
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
     **{f"context parallel, {kind}": (2, f"{CONTEXT} --cp-comm-type {kind}") for kind in ("p2p", "all_gather", "a2a")},
     "context parallel, llama, sharded": (2, f"{CONTEXT} {LLAMA} {SHARDED}"),
+    # several micro batches, so that graphs are recorded when weights are quantized already
+    "fp8": (1, f"{LLAMA} {FP8} --micro-batch-size 1"),
+    "fp8, sharded": (2, f"{LLAMA} {FP8} {SHARDED} --micro-batch-size 1 --global-batch-size 8"),
 }
 
 

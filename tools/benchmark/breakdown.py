@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 KINDS = (
-    ("communication", r"nccl|symm_mem|all_gather|reduce_scatter"),
+    ("communication", r"nccl|symm_mem|all_gather|reduce_scatter|memcpy ptop"),  # the last: copy engines, between GPUs
     ("attention", r"sdpa|flash|fmha|attention"),
     ("matrix products", r"gemm|scaled_mm|nvjet|cutlass|cublas|xmma|ampere_|sm90_|sm100_|splitk"),
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|l2norm"),

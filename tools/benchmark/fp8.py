@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.fp8 import cublaslt, gemm, grouped
 from megatron.core.fp8.formats import E4M3, E5M2
-from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
+from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor, quantized_rows
 from megatron.core.tensor_parallel.weight_grad import write_grouped_weight_grad
 from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
@@ -49,12 +49,6 @@ def attempt(name: str, run: Callable[[], object], flops: float = 0.0, bytes_move
         print(f"{name:64s} {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
 
 
-def operand(x: torch.Tensor, kind: str, dtype: torch.dtype) -> Operand:
-    found = (quantize_tensor(x, dtype, columns=False) if kind == TENSOR else quantize_blocks(x, dtype, kind, columns=False)).rows
-    assert found is not None
-    return found
-
-
 def products() -> None:
     from megatron.core.fusions.kernels import scaled_mm
 
@@ -67,7 +61,7 @@ def products() -> None:
             out_dtype = torch.float32 if what == "wgrad" else torch.bfloat16
             kinds = [(TENSOR, TENSOR), (ROW_BLOCKS, ROW_BLOCKS if what == "wgrad" else SQUARE_BLOCKS)]
             for kind_a, kind_b in kinds:
-                left, right = operand(a, kind_a, left_dtype), operand(b, kind_b, E4M3)
+                left, right = quantized_rows(a, left_dtype, kind_a), quantized_rows(b, E4M3, kind_b)
                 label = f"{name} {what} {kind_a} x {kind_b} -> {str(out_dtype).removeprefix('torch.')}"
                 out = torch.zeros(rows, columns, device="cuda", dtype=out_dtype)
                 for fast in (True, False):

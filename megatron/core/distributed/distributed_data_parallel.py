@@ -112,6 +112,8 @@ class DistributedDataParallel(nn.Module):
         self._overlap = ddp_config.overlap_grad_reduce and any(buffer.num_ranks > 1 for buffer in self.grad_buffers)
         self._readiness = _BucketReadiness(self._sequence) if self._overlap else None
         graphs = getattr(config, "cuda_graph_impl", "none")
+        if ddp_config.nccl_ub and graphs == "full_iteration":
+            raise ValueError("cuda_graph_impl full_iteration excludes nccl_ub: its signals count the step's collectives; local goes")
         # CUDA graphs of layers, and linears of Transformer Engine, add to main_grad whatever it holds
         self._cleared = graphs == "local" or any(getattr(param, "adds_to_main_grad", False) for param in module.parameters())
         # a graph cannot wait for what was started outside of it

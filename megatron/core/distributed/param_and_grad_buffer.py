@@ -138,7 +138,7 @@ class ParamAndGradBuffer:
         grad_dtype: dtype of the gradients.
         group: the ranks to reduce over (of one optimizer instance); None means alone.
         bucket_size: see compute_buffer_layout.
-        scale: factor on the local gradients before they are summed (1 / data-parallel size for a mean).
+        scale: factor on the gradients (1 / data-parallel size for a mean), before they are summed unless that gives the same bits.
         average_in_collective: let NCCL average; then `scale` is the factor beyond the mean.
         count_nonfinite: keep, on the device, how often each local gradient was not finite before its reduction.
         distributed: reduce-scatter instead of all-reduce: of each bucket only this rank's part is reduced. Parameters move into a
@@ -262,8 +262,10 @@ class ParamAndGradBuffer:
 
     @property
     def _scales_sums(self) -> bool:
-        """Whether the sum is scaled, of which a rank has a part alone, and not what is added up: to the bit the same for a power of two."""
-        return self.peer_copies is not None and math.frexp(self.scale)[0] == 0.5 and get_pg_size(self.instance_group) == 1
+        """Whether the sum is scaled, of which a rank has a part alone, and not what is added up: to the bit the same for a power of two,
+        where sums do not overflow."""
+        exact = math.frexp(self.scale)[0] == 0.5 and self.grad_data.dtype is not torch.float16
+        return self.peer_copies is not None and exact and get_pg_size(self.instance_group) == 1
 
     @property
     def _op(self) -> Any:

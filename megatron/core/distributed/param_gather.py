@@ -1,6 +1,7 @@
 """After the distributed optimizer's update: every rank collects the parts of the parameters that the others updated."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,9 @@ class ParamGather:
 
     With `overlap` they run in the background, those that the forward needs first (the last registered in the buffers) first. A module waits
     for the buckets of its own parameters, and of parameters that it is called with (a tied head is given the embedding's), just before its
-    forward: so the order in which modules run matters for speed alone, never for what they compute with. Parameters of modules that were
-    never called (something else reads them) are waited for before the whole module's forward.
+    forward: so the order in which modules run matters for speed alone, never for what they compute with. Who reads parameters without a
+    call of their module says so (weight_grad.wait_until_gathered). Parameters that were never asked for are waited for before the whole
+    module's forward.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], module: nn.Module, overlap: bool) -> None:
@@ -24,21 +26,28 @@ class ParamGather:
         if not self.overlap:
             return
         self._bucket_of = {id(param): bucket for buffer in buffers for bucket in buffer.buckets for param in bucket.params}
-        self._uncalled: dict[int, list[GradBucket]] = {}
+        self._unasked = dict(self._bucket_of)
         for part in module.modules():
-            own = {id(bucket): bucket for param in part.parameters(recurse=False) if (bucket := self._bucket_of.get(id(param)))}
-            self._uncalled[id(part)] = list(own.values())
-            part.register_forward_pre_hook(self._waits_for(list(own.values()), part is module), with_kwargs=True)
+            own = [param for param in part.parameters(recurse=False) if id(param) in self._bucket_of]
+            for param in own:
+                param.wait_until_gathered = partial(self._ask_for, param)  # type: ignore[attr-defined]
+            part.register_forward_pre_hook(self._waits_for(own, part is module), with_kwargs=True)
 
-    def _waits_for(self, own: list[GradBucket], is_whole: bool) -> Any:
+    def _ask_for(self, param: nn.Parameter) -> None:
+        # in the first step, when it is learnt what is asked for, nothing has been gathered yet
+        self._unasked.pop(id(param), None)
+        finish(self._bucket_of[id(param)])
+
+    def _waits_for(self, own: list[nn.Parameter], is_whole: bool) -> Any:
         def wait(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            # in the first step, when who is called is learnt, nothing has been gathered yet
-            self._uncalled.pop(id(module), None)
-            for bucket in own if not is_whole else [*own, *(bucket for others in self._uncalled.values() for bucket in others)]:
-                finish(bucket)
+            for param in own:
+                self._ask_for(param)
+            if is_whole:
+                for bucket in self._unasked.values():
+                    finish(bucket)
             for value in (*args, *kwargs.values()):
                 if isinstance(value, nn.Parameter) and id(value) in self._bucket_of:
-                    finish(self._bucket_of[id(value)])
+                    self._ask_for(value)
 
         return wait
 

@@ -3,7 +3,8 @@
     settings   what may be asked for (no torch)          quantize   tensors to FP8, plain and by kernels
     formats    the two number formats, and the scale     gemm       products of quantized operands
     scaling    delayed scaling's state                   linear     a linear layer's forward and backward
-    grouped    the same of rows of several groups        experts    the linear of all experts of a rank
+    cublaslt   products that add to fp32                 experts    the linear of all experts of a rank
+    grouped    quantize and gemm of rows of several groups
     swiglu_mlp, expert_mlp  both linears of an MLP with SwiGLU between them
     model      which linears of a model, the end of a step, checkpoints
 

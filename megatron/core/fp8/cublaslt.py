@@ -7,17 +7,16 @@ twin: product, then sum.
 import ctypes
 import logging
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from megatron.core import device
 from megatron.core.fp8.formats import E4M3, E5M2
-from megatron.core.fp8.quantize import ROW_BLOCKS, TENSOR, Operand, quantize_blocks, quantize_tensor
+from megatron.core.fp8.quantize import ROW_BLOCKS, TENSOR, Operand, quantized_rows
 
 logger = logging.getLogger(__name__)
-LIBRARIES = ("libcublasLt.so.13", "libcublasLt.so.12")
 WORKSPACE = 32 << 20  # bytes
 _R_32F, _COMPUTE_32F = 0, 68
 _TYPES = {E4M3: 28, E5M2: 29}
@@ -71,6 +70,7 @@ class _Product:
                 handle, self.operation, self.a, self.b, self.out, self.out, preference, c_int(1), byref(self.choice), byref(found)
             )
         )
+        library.cublasLtMatmulPreferenceDestroy(preference)
         if not found.value:
             raise RuntimeError("cuBLASLt has no kernel for it")
 
@@ -91,6 +91,11 @@ class _Product:
             )
         )  # fmt: skip
 
+    def __del__(self) -> None:
+        self.library.cublasLtMatmulDescDestroy(self.operation)
+        for layout in (self.a, self.b, self.out):
+            self.library.cublasLtMatrixLayoutDestroy(layout)
+
 
 def _check(status: int) -> None:
     if status:
@@ -105,20 +110,13 @@ def _workspace() -> torch.Tensor:
 @cache
 def _library() -> tuple[Any, c_void_p]:
     """(the library, its handle). Raises OSError where it is not there."""
-    failure: OSError | None = None
-    for name in LIBRARIES:
-        try:
-            library = ctypes.CDLL(name)
-        except OSError as error:
-            failure = error
-            continue
-        handle = c_void_p()
-        _check(library.cublasLtCreate(byref(handle)))
-        return library, handle
-    raise failure or OSError("no library")
+    library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    handle = c_void_p()
+    _check(library.cublasLtCreate(byref(handle)))
+    return library, handle
 
 
-@cache
+@lru_cache(maxsize=256)
 def _product(m: int, n: int, k: int, left: torch.dtype, right: torch.dtype, kind: str) -> _Product:
     return _Product(m, n, k, left, right, kind)
 
@@ -136,7 +134,7 @@ def works(kind: str) -> bool:
     try:
         generator = torch.Generator("cpu").manual_seed(2)
         x, y = (torch.randn(256, 512, generator=generator).to(device.current_device(), torch.bfloat16) for _ in range(2))
-        a, b = (_operand(values, dtype, kind) for values, dtype in ((x, E5M2), (y, E4M3)))
+        a, b = (quantized_rows(values, dtype, kind) for values, dtype in ((x, E5M2), (y, E4M3)))
         out = torch.full((256, 256), 3.0, device=x.device)
         add_product(out, a, b)
         expected = a.value() @ b.value().t() + 3.0
@@ -147,9 +145,3 @@ def works(kind: str) -> bool:
     if reason:
         logger.warning("cuBLASLt does not add FP8 products with scales %s to fp32 (%s): product and sum are apart, slower", kind, reason)
     return not reason
-
-
-def _operand(x: torch.Tensor, dtype: torch.dtype, kind: str) -> Operand:
-    found = (quantize_tensor(x, dtype, columns=False) if kind == TENSOR else quantize_blocks(x, dtype, kind, columns=False)).rows
-    assert found is not None
-    return found

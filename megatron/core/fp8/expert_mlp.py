@@ -13,6 +13,7 @@ from megatron.core.fp8.grouped import Grouped, rows_product
 from megatron.core.fp8.quantize import TENSOR, Operand
 from megatron.core.fp8.scaling import GRADIENT, INPUT, dtype_of
 from megatron.core.fusions.kernels import kernels_run_on
+from megatron.core.tensor_parallel.weight_grad import wait_until_gathered
 from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 
@@ -25,6 +26,7 @@ def takes(fc1: Any, fc2: Any, x: torch.Tensor) -> bool:
 
 def expert_mlp(fc1: Any, fc2: Any, x: torch.Tensor, counts: TokenCounts, weights: torch.Tensor) -> torch.Tensor:
     """x [n, in] sorted by expert, weights [n] -> fc2(swiglu(fc1(x)) * weights) [n, out]. fc1, fc2: moe.experts.GroupedLinear."""
+    wait_until_gathered(fc1.weight, fc2.weight)
     settings = fc1.config.gradient_accumulation_fusion, fc1.training
     return _ExpertMLP.apply(x, weights, fc1.weight, fc2.weight, counts, (fc1.fp8, fc2.fp8), settings, torch.is_grad_enabled())
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core import device
 from megatron.core.fp8 import cublaslt
-from megatron.core.fp8.quantize import TENSOR, Operand, quantize_blocks, quantize_tensor
+from megatron.core.fp8.quantize import TENSOR, Operand, quantized_rows
 from megatron.core.fp8.settings import ALIGNMENT
 from megatron.core.fusions.kernels import kernels_run_on
 
@@ -82,7 +82,7 @@ def cublas_works(kind_a: str, kind_b: str, out_dtype: torch.dtype) -> bool:
     generator = torch.Generator("cpu").manual_seed(1)
     where = device.current_device()
     a, b = (
-        _sample(torch.randn(512, 1024, generator=generator).to(where, torch.bfloat16), kind, dtype)
+        quantized_rows(torch.randn(512, 1024, generator=generator).to(where, torch.bfloat16), dtype, kind)
         for kind, dtype in ((kind_a, torch.float8_e5m2), (kind_b, torch.float8_e4m3fn))
     )
     try:
@@ -95,9 +95,3 @@ def cublas_works(kind_a: str, kind_b: str, out_dtype: torch.dtype) -> bool:
     if reason:
         logger.warning("torch does not multiply FP8 with scales %s times %s (%s): Triton does, more slowly", kind_a, kind_b, reason)
     return not reason
-
-
-def _sample(x: torch.Tensor, kind: str, dtype: torch.dtype) -> Operand:
-    found = (quantize_tensor(x, dtype, columns=False) if kind == TENSOR else quantize_blocks(x, dtype, kind, columns=False)).rows
-    assert found is not None
-    return found

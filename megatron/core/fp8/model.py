@@ -73,8 +73,10 @@ class Fp8Steps:
         config = unwrap_model(chunks[0]).config
         linears = [part.fp8 for chunk in chunks for _, part in fp8_linears(unwrap_model(chunk))]
         self.linears: list[Fp8Linear] = sorted(linears, key=_kind)
-        # parameters arrive while the next forward runs: each weight is quantized at its first use
-        self.quantizes_late = any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks)
+        # parameters arrive while the next forward runs: each weight is quantized at its first use. Under graphs they do not, and must not:
+        # a graph would leave out what was not due when it was recorded.
+        late = any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks)
+        self.quantizes_late = late and config.cuda_graph_impl == "none"
         self.scaling: DelayedScaling | None = None
         self.shared: list[tuple[slice, Group]] = []
         if linears[0].settings.delayed:

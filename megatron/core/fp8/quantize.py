@@ -135,6 +135,13 @@ def quantize_blocks(
     return _pair(_data(made), _inverses(made), (kind, kind), into)
 
 
+def quantized_rows(x: torch.Tensor, dtype: torch.dtype, kind: str) -> Operand:
+    """x [m, k] with scales of that kind, found from x itself, for a product over its columns."""
+    made = quantize_tensor(x, dtype, columns=False) if kind == TENSOR else quantize_blocks(x, dtype, kind, columns=False)
+    assert made.rows is not None
+    return made.rows
+
+
 Data = tuple[torch.Tensor | None, torch.Tensor | None]
 
 

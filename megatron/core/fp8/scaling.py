@@ -61,7 +61,7 @@ class DelayedScaling:
     def update(self, shared: Sequence[tuple[slice, Group]] = ()) -> None:
         """The end of a step; first the largest amax is taken of the ranks of each group, of the tensors that they share. A collective.
 
-        A tensor that had no values, or some that are not finite, keeps its scale.
+        A tensor that had no values, or some that are not finite, keeps its scale; one whose first values were not begins anew with 1.
         """
         for tensors, group in shared:
             if get_pg_size(group) > 1:
@@ -76,7 +76,7 @@ class DelayedScaling:
     def _scale_by(self, history: torch.Tensor) -> None:
         newest = history.amax(dim=0) if self.settings.algo == "max" else history[0]
         scale = scale_for(newest, self.largest) * 2.0**-self.settings.margin
-        self.scale.copy_(torch.where(newest > 0, scale, self.scale))
+        self.scale.copy_(torch.where(newest > 0, scale, torch.where(self.scale > 0, self.scale, 1.0)))
         torch.reciprocal(self.scale, out=self.inverse)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ class DelayedScaling:
         self.history[: len(history)].copy_(history)
         self.scale.copy_(state["scale"])
         self._scale_by(state["amax_history"].to(self.scale.device))
-        self.is_known[:] = [True] * len(self.is_known)
+        self.is_known[:] = (state["amax_history"] > 0).any(dim=0).tolist()  # others were never seen, or not lately
 
 
 def joined(states: Sequence[DelayedScaling]) -> tuple[DelayedScaling, list[DelayedScaling]]:

@@ -15,7 +15,7 @@ from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, TENSOR, Operand, Quant
 from megatron.core.fp8.scaling import GRADIENT, INPUT, dtype_of
 from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.tensor_parallel.mappings import gather_first_dim
-from megatron.core.tensor_parallel.weight_grad import weight_grad
+from megatron.core.tensor_parallel.weight_grad import wait_until_gathered, weight_grad
 
 
 def takes(fc1: Any, fc2: Any, x: torch.Tensor) -> bool:
@@ -35,6 +35,7 @@ def swiglu_mlp(fc1: Any, fc2: Any, x: torch.Tensor) -> torch.Tensor:
     """x [s, b, in] -> fc2(swiglu(fc1(x))) [s, b, out], this rank's part of the sum over the tensor-parallel ranks.
 
     fc1, fc2: ColumnParallelLinear and RowParallelLinear."""
+    wait_until_gathered(fc1.weight, fc2.weight)
     settings = fc1.config.gradient_accumulation_fusion, fc1.allreduce_dgrad, fc1.sequence_parallel, fc1.tp_group, fc1.training
     return _SwiGLUMLP.apply(x, fc1.weight, fc2.weight, fc1.fp8, fc2.fp8, settings, torch.is_grad_enabled())
 

@@ -1,7 +1,8 @@
 """Weight gradients that go straight into the gradient buffer.
 
 A parameter of a model in training carries `main_grad` (a view into the buffer), `main_grad_filled` and, where the buffer wants to know,
-`grad_ready`. The first contribution of a step overwrites main_grad, later ones (micro batches, tied weights) add to it.
+`grad_ready`; where it is gathered in the background also `wait_until_gathered`. The first contribution of a step overwrites main_grad,
+later ones (micro batches, tied weights) add to it.
 """
 
 from collections.abc import Iterator
@@ -107,6 +108,17 @@ def write_embedding_grad(weight: Any, ids: torch.Tensor, grad: torch.Tensor) -> 
     if ids.numel():
         embedding.add_rows(weight.main_grad, ids, grad)
     mark_written(weight)
+
+
+def wait_until_gathered(*params: Any) -> None:
+    """For who reads parameters without a call of their module: what other ranks updated of them is there for what follows.
+
+    Nothing is to do but with overlap_param_gather, where modules wait just before their forward.
+    """
+    for param in params:
+        wait = getattr(param, "wait_until_gathered", None)
+        if wait is not None:
+            wait()
 
 
 def mark_written(param: Any) -> None:

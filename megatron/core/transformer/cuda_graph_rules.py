@@ -9,7 +9,7 @@ IMPLEMENTATIONS = ("none", "local", "full_iteration")
 _REFUSED = {
     "num_moe_experts": "experts read their tokens' counts on the host",
     "recompute_granularity": "recomputing sets random states from the host",
-    "tp_comm_overlap": "its chunks run on streams of their own",
+    "tp_comm_overlap": "its signals count the exchanges, which a graph would repeat with the same numbers",
 }
 
 

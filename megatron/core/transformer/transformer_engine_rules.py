@@ -37,6 +37,8 @@ def _fp8_problems(config: Any, num_moe_experts: int | None) -> Iterator[BrokenRu
     if recipe not in RECIPES:
         rule = f"is not built for transformer_impl transformer_engine, whose recipes here are {', '.join(RECIPES)}"
         yield BrokenRule("fp8_recipe", rule, "tensorwise")
+    if not getattr(config, "fp8_wgrad", True):
+        yield BrokenRule("fp8_wgrad", "False is not built for transformer_impl transformer_engine; transformer_impl local has it", True)
     if num_moe_experts and not config.moe_grouped_gemm:
         rule = "with fp8 and transformer_impl transformer_engine needs moe_grouped_gemm, which pads each expert's rows to what fp8 takes"
         yield BrokenRule("num_moe_experts", rule)

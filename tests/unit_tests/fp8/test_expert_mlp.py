@@ -1,5 +1,6 @@
 """Experts' SwiGLU MLPs in FP8: the one function against linears and activation one by one."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -65,6 +66,17 @@ def test_is_what_the_parts_compute(monkeypatch: pytest.MonkeyPatch, recipe: str,
         # bf16 is rounded once or twice on the way, which now and then moves a number to the next of FP8
         error = (together[name].float() - expected.float()).norm() / expected.float().norm()
         assert error < (1e-2 if name.startswith("weights") and dtype is torch.bfloat16 else 2e-3), (name, error)
+
+
+def test_it_waits_for_weights_that_come_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its linears are not called, so none of their hooks is."""
+    monkeypatch.setattr(kernels, "interpreted", not ON_GPU)
+    experts, waits = experts_of(fp8_recipe="delayed"), mock.Mock()
+    for weight in (experts.linear_fc1.weight, experts.linear_fc2.weight):
+        weight.wait_until_gathered = partial(waits, weight)
+    counts = TokenCounts(torch.tensor([2, 0, 3, 3], device=device.current_device()))
+    experts(random(8, HIDDEN, seed=1), counts, weights_of(8, 1, torch.float32))
+    assert [call.args[0] is weight for call, weight in zip(waits.call_args_list, experts.parameters(), strict=True)] == [True, True]
 
 
 def test_what_goes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,22 @@ def scales_after(scaling: DelayedScaling, amaxes: list[float]) -> list[float]:
     return found
 
 
+def test_a_first_step_that_was_not_finite_is_forgotten() -> None:
+    scaling = state()
+    for tensor in (INPUT, WEIGHT, GRADIENT):
+        scaling.first_scale(tensor, torch.tensor(torch.inf))
+    assert not scaling.scale.any()
+    assert scales_after(scaling, [torch.inf, 7.0]) == [1.0, 64.0]
+
+
+def test_what_a_checkpoint_never_saw_is_not_known() -> None:
+    saved, loaded = state(), state()
+    saved.amax[INPUT] = 7.0
+    saved.update()
+    loaded.load(saved.state())
+    assert loaded.is_known == [tensor == INPUT for tensor in range(3)] and loaded.scale[INPUT] == 64
+
+
 def test_the_newest_amax_or_the_largest_of_the_history() -> None:
     """448 / 7 = 64: the scale that amax 7 gives."""
     seen = [7.0, 28.0, 7.0, 3.5, 3.5, 3.5]

@@ -1,5 +1,6 @@
 """SwiGLU MLPs in FP8: the one function against linears and activation one by one."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -72,3 +73,21 @@ def test_blocks_that_are_not_whole_go_one_by_one(monkeypatch: pytest.MonkeyPatch
     assert swiglu_mlp.takes(mlp.linear_fc1, mlp.linear_fc2, x)
     mlp = build("blockwise", 176)
     assert not swiglu_mlp.takes(mlp.linear_fc1, mlp.linear_fc2, x)
+
+
+def test_it_waits_for_weights_that_come_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its linears are not called, so none of their hooks is."""
+    monkeypatch.setattr(kernels, "interpreted", not ON_GPU)
+    mlp, waits = build("delayed"), mock.Mock()
+    for weight in mlp.parameters():
+        weight.wait_until_gathered = waits
+    mlp(torch.ones(16, 1, 64, dtype=torch.bfloat16, device=device.current_device()))
+    assert waits.call_count == 2
+
+
+@pytest.mark.parametrize(("graphs", "late"), [("none", True), ("local", False)])
+def test_weights_are_quantized_at_their_first_use_where_they_come_late(graphs: str, late: bool) -> None:
+    """A graph would leave out what was not due when it was recorded; under graphs weights are gathered at once."""
+    mlp = build("delayed")
+    mlp.ddp_config, mlp.config.cuda_graph_impl = SimpleNamespace(overlap_param_gather=True), graphs
+    assert Fp8Steps([mlp], ProcessGroupCollection()).quantizes_late is late

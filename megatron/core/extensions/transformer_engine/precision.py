@@ -5,16 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron.core.extensions.transformer_engine.base import te_pytorch
+from megatron.core.fp8.settings import layer_stays_in_bf16
 from megatron.core.optional_imports import require
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
-
-
-def is_high_precision_layer(config: Any, layer_number: int) -> bool:
-    """Whether the layer, counted from 1 over the whole model, stays in bf16."""
-    if not getattr(config, "first_last_layers_bf16", False):
-        return False
-    first, last = getattr(config, "num_layers_at_start_in_bf16", 1), getattr(config, "num_layers_at_end_in_bf16", 1)
-    return layer_number <= first or layer_number > config.num_layers - last
 
 
 def fp8_recipe(config: Any) -> Any:
@@ -23,8 +16,6 @@ def fp8_recipe(config: Any) -> Any:
     kind = getattr(config, "fp8_recipe", "delayed")
     form = {"fp8_format": recipes.Format.E4M3 if config.fp8 == "e4m3" else recipes.Format.HYBRID}
     if kind == "delayed":
-        if not getattr(config, "fp8_wgrad", True):
-            raise ValueError("fp8_wgrad False is not built for transformer_impl transformer_engine; leave it at True")
         return recipes.DelayedScaling(
             margin=getattr(config, "fp8_margin", 0),
             amax_history_len=getattr(config, "fp8_amax_history_len", 1),
@@ -60,7 +51,7 @@ def fp8_context(
         return nullcontext()
     if layer_number is None:
         return _region(config, pg_collection, True) if is_delayed(config) else nullcontext()
-    high = is_high_precision_layer(config, layer_number)
+    high = layer_stays_in_bf16(config, layer_number - 1)
     if is_delayed(config):
         return _region(config, pg_collection, False) if high else nullcontext()
     return nullcontext() if high else _region(config, pg_collection, True)

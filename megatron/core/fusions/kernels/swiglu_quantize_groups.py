@@ -55,7 +55,7 @@ def swiglu_quantize_groups_backward(
         tl.store(block + turned, tl.trans(low), mask=there)
         high = to_fp8(grad_up.to(tl.float32) * factor, LARGEST)
         tl.store(grad_rows + place + columns, high, mask=inside)
-        tl.store(block + columns * filled + turned, tl.trans(high), mask=there)
+        tl.store(block + columns.to(tl.int64) * filled + turned, tl.trans(high), mask=there)
     else:
         tl.store(grad_rows + place, grad_gate, mask=inside)
         tl.store(grad_rows + place + columns, grad_up, mask=inside)
