@@ -107,17 +107,6 @@ def test_experts_in_fp8_train_as_in_bf16(corpus: Path, processes: int, form: str
 
 
 @two_gpus
-@pytest.mark.parametrize("layout", [SHARDED, "--context-parallel-size 2 " + SHARDED])
-def test_collectives_by_copy_engines_are_those_of_nccl(corpus: Path, layout: str) -> None:
-    """To the bit: two ranks' sum has one order."""
-    flags = f"--deterministic-mode --bf16 --train-iters 6 --logging-level 20 --ddp-bucket-size 20000 {layout}"
-    runs = [torchrun(2, *on(corpus, f"{flags} {more}", ""), on_gpu=True) for more in ("", "--use-nccl-ub")]
-    assert [run.code for run in runs] == [0, 0], runs[1].err
-    assert "copy engines and symmetric memory" in runs[1].out + runs[1].err
-    assert [(row["lm_loss"], row["grad_norm"]) for row in runs[0].steps] == [(row["lm_loss"], row["grad_norm"]) for row in runs[1].steps]
-
-
-@two_gpus
 def test_the_first_failing_rank_is_named_last(corpus: Path, tmp_path: Path) -> None:
     (result,) = fail(corpus, tmp_path, "crash", 1, ranks=2, on_gpu=True)
     assert result.code != 0

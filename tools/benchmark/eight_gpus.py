@@ -97,7 +97,6 @@ def both_precisions(name: str, row: Row, memory_gib: float, goal: tuple[str, flo
 AXES: dict[str, Callable[[int], str]] = {
     "DP": lambda n: f"{SHARDED} --global-batch-size {4 * n}",
     "TP": lambda n: f"--tensor-model-parallel-size {n} --sequence-parallel --global-batch-size {4 * n}",
-    "DP by copies ": lambda n: f"{SHARDED} --use-nccl-ub --global-batch-size {4 * n}",
     "TP by copies ": lambda n: f"--tensor-model-parallel-size {n} --sequence-parallel --tp-comm-overlap --global-batch-size {4 * n}",
     "PP": lambda n: f"--pipeline-model-parallel-size {n} --global-batch-size {8 * n}",
     "CP": lambda n: f"--context-parallel-size {n} {SHARDED} --seq-length {8192 * n} --max-position-embeddings {8192 * n}",

@@ -18,10 +18,6 @@ LAYOUTS = {
         "--global-batch-size 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         943,
     ),
-    "DP2, the same, by copy engines": (
-        "--global-batch-size 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --use-nccl-ub",
-        943,
-    ),
     "TP2 + sequence parallel": ("--global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel", 1045),
     "TP2 + sequence parallel, overlapped": (
         "--global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
@@ -36,11 +32,6 @@ LAYOUTS = {
     "CP2 ring, seq 16384": (
         "--global-batch-size 4 --context-parallel-size 2 --seq-length 16384 --max-position-embeddings 16384 --use-distributed-optimizer "
         "--overlap-grad-reduce --overlap-param-gather",
-        1105,
-    ),
-    "CP2 ring, seq 16384, by copy engines": (
-        "--global-batch-size 4 --context-parallel-size 2 --seq-length 16384 --max-position-embeddings 16384 --use-distributed-optimizer "
-        "--overlap-grad-reduce --overlap-param-gather --use-nccl-ub",
         1105,
     ),
     "moe8x EP2": (

@@ -13,7 +13,6 @@ from megatron.core import device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, default_bucket_size, group_params
 from megatron.core.distributed.param_gather import ParamGather
-from megatron.core.distributed.peer_copies import PeerCopies
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
 from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.tensor_parallel.weight_grad import add_to_main_grad, mark_written
@@ -112,8 +111,6 @@ class DistributedDataParallel(nn.Module):
         self._overlap = ddp_config.overlap_grad_reduce and any(buffer.num_ranks > 1 for buffer in self.grad_buffers)
         self._readiness = _BucketReadiness(self._sequence) if self._overlap else None
         graphs = getattr(config, "cuda_graph_impl", "none")
-        if ddp_config.nccl_ub and graphs == "full_iteration":
-            raise ValueError("cuda_graph_impl full_iteration excludes nccl_ub: its signals count the step's collectives; local goes")
         # CUDA graphs of layers, and linears of Transformer Engine, add to main_grad whatever it holds
         self._cleared = graphs == "local" or any(getattr(param, "adds_to_main_grad", False) for param in module.parameters())
         # a graph cannot wait for what was started outside of it
@@ -141,12 +138,10 @@ class DistributedDataParallel(nn.Module):
             bucket_size = ddp_config.bucket_size or default_bucket_size(dense_size)
             if ddp_config.num_buckets is not None:
                 bucket_size = -(-numel // ddp_config.num_buckets)
-            peer_copies = PeerCopies.of(group) if ddp_config.nccl_ub else None
             # Only NCCL can average; by a power of two it gives the same bits. The mean is over all data, also for experts, which fewer
             # ranks sum.
             average = (
                 (ddp_config.average_in_collective or num_ranks.bit_count() == 1)
-                and peer_copies is None
                 and not ddp_config.reduce_scatter_with_fp32_accumulation
                 and not per_token
                 and num_ranks > 1
@@ -166,7 +161,6 @@ class DistributedDataParallel(nn.Module):
                     distributed=ddp_config.use_distributed_optimizer,
                     instance_group=instance_group,
                     sum_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
-                    peer_copies=peer_copies,
                 )
             )
         return buffers

@@ -19,7 +19,6 @@ _USED = (
     "average_in_collective",
     "num_distributed_optimizer_instances",
     "reduce_scatter_with_fp32_accumulation",
-    "nccl_ub",
 )
 # Read by nobody, and rightly: the same is computed whatever they are.
 ANY_VALUE = (
@@ -62,7 +61,7 @@ class DistributedDataParallelConfig:
     """With use_distributed_optimizer and 16-bit gradients: ranks exchange them as they are, and add them up in fp32."""
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     average_in_collective: bool = False
-    """Let the collective average (NCCL) instead of scaling before a sum."""
+    """Let the collective average (NCCL) instead of scaling before a sum. Over a power of two of ranks it does anyway: the same bits."""
     fp8_param_gather: bool = False
     fp4_param_gather: bool = False
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
@@ -74,7 +73,6 @@ class DistributedDataParallelConfig:
     suggested_communication_unit_size: int | None = None
     keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = False
-    """With use_distributed_optimizer: by copy engines through memory that the GPUs of a host share, where there is such (PeerCopies)."""
     fsdp_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     fsdp_all_gather_in_start_param_sync: bool = True
@@ -108,10 +106,6 @@ class DistributedDataParallelConfig:
             )
         if self.reduce_scatter_with_fp32_accumulation and not self.use_distributed_optimizer:
             found.append("reduce_scatter_with_fp32_accumulation needs use_distributed_optimizer: turn that on; all-reduces sum as they do")
-        if self.nccl_ub and not self.use_distributed_optimizer:
-            found.append("nccl_ub needs use_distributed_optimizer: turn that on; all-reduces go by NCCL")
-        if self.nccl_ub and self.reduce_scatter_with_fp32_accumulation:
-            found.append("nccl_ub adds up in the gradients' own type: leave out it, or reduce_scatter_with_fp32_accumulation")
         for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
             if self.overlap_param_gather and not getattr(self, name):
                 found.append(f"overlap_param_gather needs {name}: turn that on, or overlap_param_gather off")

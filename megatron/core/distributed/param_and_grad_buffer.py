@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.peer_copies import PeerCopies, Started
 from megatron.core.tensor_parallel.param_sharding import is_expert
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -110,7 +109,7 @@ class GradBucket:
         self.grad_data = grad_data  # a flat view, padding included
         self.param_data = param_data  # likewise, with the distributed optimizer
         self.work: Any = None  # of a reduction that goes on in the background: has wait()
-        self.gather_work: Any = None  # likewise, of a gather
+        self.gather_work: dist.Work | None = None
         self.dispatched = False
 
 
@@ -138,14 +137,13 @@ class ParamAndGradBuffer:
         grad_dtype: dtype of the gradients.
         group: the ranks to reduce over (of one optimizer instance); None means alone.
         bucket_size: see compute_buffer_layout.
-        scale: factor on the gradients (1 / data-parallel size for a mean), before they are summed unless that gives the same bits.
+        scale: factor on the local gradients before they are summed (1 / data-parallel size for a mean).
         average_in_collective: let NCCL average; then `scale` is the factor beyond the mean.
         count_nonfinite: keep, on the device, how often each local gradient was not finite before its reduction.
         distributed: reduce-scatter instead of all-reduce: of each bucket only this rank's part is reduced. Parameters move into a
             contiguous buffer of the same layout, so that their updated parts can be gathered in place.
         instance_group: with `distributed`, the ranks of the other optimizer instances that have the same part: it is summed over them too.
         sum_in_fp32: with `distributed` and gradients of 16 bits: see _SumInFp32.
-        peer_copies: with `distributed`, what reduces and gathers in place of torch.distributed; `scale` is its own then too.
 
     Sets `main_grad` (a view with the parameter's shape) and `main_grad_filled` (False) on each parameter.
     """
@@ -165,11 +163,8 @@ class ParamAndGradBuffer:
         distributed: bool = False,
         instance_group: dist.ProcessGroup | None = None,
         sum_in_fp32: bool = False,
-        peer_copies: PeerCopies | None = None,
     ) -> None:
         assert distributed or instance_group is None, "only the distributed optimizer has instances"
-        assert distributed or peer_copies is None, "only reduce-scatters go by copies"
-        self.peer_copies = peer_copies
         self.group = group
         self.instance_group = instance_group
         self.distributed = distributed
@@ -246,7 +241,7 @@ class ParamAndGradBuffer:
         if self.num_ranks > 1 and self.nonfinite_counts is not None:
             norms = torch.stack(torch._foreach_norm([param.main_grad for param in bucket.params])).float()  # type: ignore[attr-defined]
             self.nonfinite_counts[index] += ~(norms <= self.largest_norm) | ~norms.isfinite()
-        if self.scale != 1.0 and not self._scales_sums:  # experts on expert-parallel ranks of their own have it without anybody to sum with
+        if self.scale != 1.0:  # experts on expert-parallel ranks of their own have it without anybody to sum with
             bucket.grad_data.mul_(self.scale)
         if get_pg_size(self.group) > 1:
             work = self._reduce(bucket, async_op)
@@ -261,21 +256,12 @@ class ParamAndGradBuffer:
         return get_pg_size(self.group) * get_pg_size(self.instance_group)
 
     @property
-    def _scales_sums(self) -> bool:
-        """Whether the sum is scaled, of which a rank has a part alone, and not what is added up: to the bit the same for a power of two,
-        where sums do not overflow."""
-        exact = math.frexp(self.scale)[0] == 0.5 and self.grad_data.dtype is not torch.float16
-        return self.peer_copies is not None and exact and get_pg_size(self.instance_group) == 1
-
-    @property
     def _op(self) -> Any:
         return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
     def _reduce(self, bucket: GradBucket, async_op: bool) -> Any:
         if not self.distributed:
             return dist.all_reduce(bucket.grad_data, op=self._op, group=self.group, async_op=async_op)
-        if self.peer_copies is not None:
-            return _now_unless(async_op, self.peer_copies.reduce_scatter(bucket.grad_data, self.scale if self._scales_sums else 1.0))
         own = self.own_part(bucket.grad_data)
         if not self.sum_in_fp32:
             return dist.reduce_scatter_tensor(own, bucket.grad_data, op=self._op, group=self.group, async_op=async_op)
@@ -316,11 +302,7 @@ class ParamAndGradBuffer:
         assert bucket.param_data is not None and bucket.gather_work is None
         if get_pg_size(self.group) == 1:
             return
-        work: Any
-        if self.peer_copies is not None:
-            work = _now_unless(async_op, self.peer_copies.all_gather(bucket.param_data))
-        else:
-            work = dist.all_gather_into_tensor(bucket.param_data, self.own_part(bucket.param_data), group=self.group, async_op=async_op)
+        work = dist.all_gather_into_tensor(bucket.param_data, self.own_part(bucket.param_data), group=self.group, async_op=async_op)
         bucket.gather_work = work if async_op else None
 
     def wait(self) -> None:
@@ -341,12 +323,6 @@ class ParamAndGradBuffer:
             found += [(name, now - before) for name, now, before in zip(bucket.names, counts, reported) if now > before]
             self._nonfinite_reported[index] = counts
         return found
-
-
-def _now_unless(async_op: bool, started: Started) -> Started:
-    if not async_op:
-        started.wait()
-    return started
 
 
 def group_params(

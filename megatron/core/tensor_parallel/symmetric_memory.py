@@ -19,7 +19,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -274,37 +274,21 @@ def exchange_of(group: Any, tensor: torch.Tensor, nbytes: int) -> Exchange | Non
 
 
 def _find(group: dist.ProcessGroup, nbytes: int) -> Exchange | None:
-    to_group = ref(group)  # a group that its exchange held would never go
-
-    def make() -> Exchange:
-        return Exchange(lambda capacity: PeerMemory(to_group(), capacity), nbytes, device.copy_stream(), device.current_stream)
-
-    return agreed(group, make, "tensor-parallel communication behind products", "chunks over NCCL")
-
-
-Made = TypeVar("Made")
-
-
-def agreed(group: Any, make: Callable[[], Made], what: str, otherwise: str, problem: str | None = None) -> Made | None:
-    """What `make` gives where the GPUs of the group's ranks share memory, on all of them; None on all where one has a problem.
-
-    All ranks call it; the log says once how `what` goes: as made, or `otherwise`.
-    """
-    mine = (socket.gethostname(), device.current_device().index, device.reachable_devices(), problem)
+    mine = (socket.gethostname(), device.current_device().index, device.reachable_devices())
     ranks: list[Any] = [None] * get_pg_size(group)
     dist.all_gather_object(ranks, mine, group=group)
-    problem = next((each[3] for each in ranks if each[3] is not None), None) or _obstacle([each[:3] for each in ranks])
-    found = None
+    problem, found = _obstacle(ranks), None
     if problem is None:
         try:
-            found = make()
+            to_group = ref(group)  # a group that its exchange held would never go
+            found = Exchange(lambda capacity: PeerMemory(to_group(), capacity), nbytes, device.copy_stream(), device.current_stream)
         except (RuntimeError, ImportError, AttributeError, OSError) as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
         dist.all_gather_object(ranks, problem, group=group)
         problem = next((each for each in ranks if each is not None), None)
     if get_pg_rank(group) == 0:
-        how = "copy engines and symmetric memory" if problem is None else f"{otherwise}, not symmetric memory: {problem}"
-        logger.info("%s, ranks %s: %s", what, dist.get_process_group_ranks(group), how)
+        how = "copy engines and symmetric memory" if problem is None else f"chunks over NCCL, not symmetric memory: {problem}"
+        logger.info("tensor-parallel communication behind products, ranks %s: %s", dist.get_process_group_ranks(group), how)
     return found if problem is None else None
 
 

@@ -327,11 +327,6 @@ def check_distribution(args: Args) -> Iterator[Problem]:
     if args.ddp_reduce_scatter_with_fp32_accumulation and not args.use_distributed_optimizer:
         rule = "needs --use-distributed-optimizer: only it reduce-scatters"
         yield problem(args, "ddp_reduce_scatter_with_fp32_accumulation", rule, "--use-distributed-optimizer")
-    if args.nccl_ub and not args.use_distributed_optimizer:
-        yield problem(args, "nccl_ub", "needs --use-distributed-optimizer: all-reduces go by NCCL", "--use-distributed-optimizer")
-    if args.nccl_ub and args.ddp_reduce_scatter_with_fp32_accumulation:
-        rule = "adds up in the gradients' own type, so it excludes --ddp-reduce-scatter-with-fp32-accumulation"
-        yield problem(args, "nccl_ub", rule, "leave one out")
     if args.deterministic_mode and args.attention_backend == "fused":
         yield problem(args, "attention_backend", "cuDNN's kernel is not deterministic, and --deterministic-mode was given", "flash")
 

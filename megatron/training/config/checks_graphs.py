@@ -13,8 +13,6 @@ def check_graphs(args: Args) -> Iterator[Problem]:
         return
     for broken in cuda_graph_problems(args, args.num_experts):
         yield broken_rule(args, broken)
-    if args.nccl_ub and args.cuda_graph_impl == "full_iteration":
-        yield problem(args, "cuda_graph_impl", "excludes --use-nccl-ub: its signals count the step's collectives", "local")
     if args.sft or packs_documents(args):
         flag = "--sft" if args.sft else "--reset-attention-mask"
         yield problem(args, "cuda_graph_impl", f"excludes {flag}: where documents end is read on the host", "none")

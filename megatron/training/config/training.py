@@ -103,13 +103,7 @@ class DistributedFlags:
     ddp_num_buckets: int | None = flag(None, "Buckets of gradients, instead of --ddp-bucket-size.", minimum=1)
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, "Buckets of a multiple of 65536 elements, which NCCL moves fastest.")
     ddp_average_in_collective: bool = flag(
-        False, "NCCL divides gradients by the data-parallel size; other backends divide before they sum."
-    )
-    nccl_ub: bool = flag(
-        False,
-        "With --use-distributed-optimizer: copy engines reduce gradients and gather parameters, through memory that the GPUs of a host "
-        "share; NCCL's kernels would take multiprocessors from the computation. NCCL where there is no such memory.",
-        names=("--use-nccl-ub",),
+        False, "NCCL divides gradients by the data-parallel size (it does for powers of two, to the same bits); others divide, then sum."
     )
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
         False, "With --use-distributed-optimizer and 16-bit gradients: ranks exchange gradients, and add them up in fp32."

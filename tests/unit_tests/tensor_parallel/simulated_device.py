@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
-QUEUED = {aten.copy_.default, aten.mm.out, aten.add.out, aten.sum.IntList_out, aten.fill_.Scalar, aten.mul_.Tensor}
+QUEUED = {aten.copy_.default, aten.mm.out, aten.add.out, aten.sum.IntList_out, aten.fill_.Scalar}
 ALLOCATING = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
 
 

@@ -321,7 +321,7 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
     "--use-checkpoint-args", "--help", "--overlap-param-gather", "--ddp-reduce-scatter-with-fp32-accumulation",
-    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--use-nccl-ub", "--sft", "--fim-data", "--async-save", "--fp8-hybrid", "--fp8-e4m3",
+    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--sft", "--fim-data", "--async-save", "--fp8-hybrid", "--fp8-e4m3",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 
