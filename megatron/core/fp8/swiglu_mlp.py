@@ -1,4 +1,5 @@
-"""A SwiGLU MLP with both linears in FP8 as one function, so that what lies between its products is never written in bf16 twice.
+"""A SwiGLU MLP with both linears in FP8 as one function, so that what lies between its products is not written in bf16 and read again
+(blockwise: going forward).
 
 Of delayed, tensorwise and blockwise scaling, without biases, where Triton's kernels run. What it computes: what the linears and SwiGLU
 compute one by one, which is its twin and runs elsewhere. Kept for the backward pass: the input in FP8, transposed, and fc1's output;
