@@ -5,7 +5,7 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,14 +52,25 @@ def initialize_megatron(
     return args
 
 
+def _needs_a_gpu(args: argparse.Namespace) -> Iterator[Problem]:
+    """What the line asks for that a CPU cannot do."""
+    if args.cuda_graph_impl != "none":
+        yield Problem("--cuda-graph-impl", args.cuda_graph_impl, "needs a GPU", "--cuda-graph-impl none")
+    if args.attention_backend == "fused":
+        yield Problem("--attention-backend", "fused", "is cuDNN's kernel, which needs a GPU", "--attention-backend auto")
+    if args.attention_backend == "flash" and args.attention_dropout:
+        rule = f"has no dropout on a CPU, and --attention-dropout is {args.attention_dropout:g}"
+        yield Problem("--attention-backend", "flash", rule, "--attention-backend auto or --attention-dropout 0")
+
+
 def start_processes(args: argparse.Namespace) -> None:
     """Choose the device and create the default process group and the model-parallel groups."""
     if args.deterministic_mode:
         device.set_deterministic()
     device.set_device(args.local_rank)
+    if not device.has_accelerator() and (problems := list(_needs_a_gpu(args))):
+        raise UsageError(problems)
     if args.cuda_graph_impl != "none":
-        if not device.has_accelerator():
-            raise UsageError([Problem("--cuda-graph-impl", args.cuda_graph_impl, "needs a GPU", "--cuda-graph-impl none")])
         device.use_stream_of_its_own()
     if not device.has_accelerator() and "OMP_NUM_THREADS" not in os.environ and args.world_size == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))

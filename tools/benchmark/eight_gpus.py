@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import step_trace
-from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, run
+from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, check_can_be_written, run
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FP8 = "--fp8-format hybrid --fp8-recipe delayed"
@@ -349,6 +349,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--json", type=Path, help="write the rows to this file too, after each")
     options = parser.parse_args()
+    check_can_be_written(parser, options.json)
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast, which not every host lets a process use
     if options.dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

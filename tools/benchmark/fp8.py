@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from train import check_there_are_gpus
 
 from megatron.core.fp8 import cublaslt, gemm, grouped
 from megatron.core.fp8.formats import E4M3, E5M2
@@ -194,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("products", "quantization", "tiles", "experts", "all"), nargs="?", default="all")
     part = parser.parse_args().part
+    check_there_are_gpus(parser, 1)
     for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
         for out_dtype in (torch.bfloat16, torch.float32):
             print(f"torch multiplies {kinds} to {out_dtype}: {gemm.cublas_works(*kinds, out_dtype)}", flush=True)

@@ -241,6 +241,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=300, help="seconds until it gives up")
     parser.add_argument("--trace", help="write profiles of the symmetric way to this path, with .rank0.json and so on added, too")
     options = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ or not device.has_accelerator():
+        parser.error("it runs on GPUs, started by: python -m torch.distributed.run --nproc-per-node 2 tools/benchmark/tp_overlap.py")
     faulthandler.dump_traceback_later(options.limit, exit=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device.set_device(int(os.environ["LOCAL_RANK"]))

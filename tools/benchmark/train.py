@@ -138,6 +138,20 @@ def _end(launcher: subprocess.Popen) -> None:
         launcher.wait()
 
 
+def check_there_are_gpus(parser: argparse.ArgumentParser, needed: int) -> None:
+    """Ends the program, in one line, where this host has fewer."""
+    import torch
+
+    if torch.cuda.device_count() < needed:
+        parser.error(f"this host has {torch.cuda.device_count()} GPUs, and {needed} are needed")
+
+
+def check_can_be_written(parser: argparse.ArgumentParser, path: str | Path | None) -> None:
+    """Ends the program before anything is measured."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        parser.error(f"--json {path}: there is no folder {Path(path).absolute().parent}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(CONFIGURATIONS))
@@ -147,16 +161,22 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true", help="profile two steps more, and print their kernels by kind")
     parser.add_argument("--profile", metavar="FOLDER", help="the same, and keep the trace there")
     options, extra = parser.parse_known_args()
+    if options.iterations < 1 or options.processes < 1:
+        parser.error(f"--iterations {options.iterations} and --processes {options.processes} must be at least 1")
+    check_there_are_gpus(parser, options.processes if options.name != "tiny" else 0)
+    check_can_be_written(parser, options.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.profile or scratch) if options.breakdown or options.profile else None
         numbers = run(options.name, options.iterations, options.processes, extra, folder)
-    if options.json:
-        Path(options.json).write_text(json.dumps(numbers, indent=1))
-    kernels = numbers.pop("kernels", None)
+    print(f"medians of the last {min(LAST, options.iterations)} of {options.iterations} iterations")
+    kernels = numbers.get("kernels")
     for key, value in numbers.items():
-        print(f"{key:>28}: {value:,.3f}" if isinstance(value, float) else f"{key:>28}: {value}")
+        if key != "kernels":
+            print(f"{key:>28}: {value:,.3f}" if isinstance(value, float) else f"{key:>28}: {value}")
     if kernels is not None:
         print(table(kernels, options.name, numbers["elapsed_ms"]))
+    if options.json:
+        Path(options.json).write_text(json.dumps(numbers, indent=1))
 
 
 if __name__ == "__main__":

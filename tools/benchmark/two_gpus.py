@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from train import run
+from train import check_can_be_written, check_there_are_gpus, run
 
 # name -> (extra flags, the peer's ms per iteration on two H200s)
 LAYOUTS = {
@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--json", help="write the numbers to this file too")
     options = parser.parse_args()
+    check_there_are_gpus(parser, 2)
+    check_can_be_written(parser, options.json)
     rows = {}
     for name in options.only:
         flags, peer = LAYOUTS[name]

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.broken_rule import BrokenRule
 
 FORMATS = ("e4m3", "hybrid")
-RECIPES = ("mxfp8", "blockwise", "tensorwise", "delayed")
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 ONE_SCALE = ("tensorwise", "delayed")
 AMAX_ALGOS = ("most_recent", "max")
 ALIGNMENT = 16  # of the dimensions of a product, in elements
@@ -62,43 +62,75 @@ def fp8_problems(settings: Any, num_layers: int | None, groups: int | None) -> I
     """
     if not settings.fp8:
         return
-    for name, known in (("fp8", FORMATS), ("fp8_recipe", RECIPES), ("fp8_amax_compute_algo", AMAX_ALGOS)):
+    for name, known, works in (
+        ("fp8", FORMATS, "hybrid"),
+        ("fp8_recipe", RECIPES, "delayed"),
+        ("fp8_amax_compute_algo", AMAX_ALGOS, "max"),
+    ):
         if getattr(settings, name) not in known:
-            yield BrokenRule(name, f"must be one of {', '.join(known)}", known[-1])
+            yield BrokenRule(name, f"must be one of {', '.join(known)}", works)
     if settings.fp8_amax_history_len < 1:
         yield BrokenRule("fp8_amax_history_len", "must be at least 1", 1)
     if not settings.bf16:
-        yield BrokenRule("fp8", "needs bf16: so is all that is not in FP8, and the copy of the weights that is quantized")
+        yield BrokenRule("bf16", "is needed by FP8: in it is all that FP8 leaves, and the copy of the weights that is quantized", True)
     if settings.tp_comm_overlap:
         yield BrokenRule("tp_comm_overlap", "is built for products in bf16, and these are in FP8")
-    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if num_layers and settings.first_last_layers_bf16 and not 0 <= getattr(settings, name) <= num_layers:
-            yield BrokenRule(name, f"must be between 0 and the model's {num_layers} layers", 1)
+    if num_layers and settings.first_last_layers_bf16:
+        yield from _layer_problems(settings, num_layers)
     yield from _size_problems(settings, groups)
 
 
+def _layer_problems(settings: Any, num_layers: int) -> Iterator[BrokenRule]:
+    names = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    odd = [name for name in names if not 0 <= getattr(settings, name) <= num_layers]
+    for name in odd:
+        yield BrokenRule(name, f"must be between 0 and the model's {num_layers} layers", 1)
+    left_out = sum(getattr(settings, name) for name in names)
+    if not odd and left_out >= num_layers:
+        yield BrokenRule("first_last_layers_bf16", f"keeps {left_out} layers in bf16 and the model has {num_layers}: none is in FP8")
+
+
 def _size_problems(settings: Any, groups: int | None) -> Iterator[BrokenRule]:
-    """Sizes of a rank's matrices that are no multiple of ALIGNMENT; those of special layers are seen when the model is built."""
+    """Sizes of a rank's matrices that are no multiple of ALIGNMENT."""
     tp, heads, width = settings.tensor_model_parallel_size, settings.num_attention_heads, settings.kv_channels
-    if settings.hidden_size and settings.hidden_size % ALIGNMENT:
+    odd_hidden = settings.hidden_size and settings.hidden_size % ALIGNMENT
+    if odd_hidden:
         works = -(-settings.hidden_size // ALIGNMENT) * ALIGNMENT
         yield BrokenRule("hidden_size", f"must be a multiple of {ALIGNMENT}, as all sizes of FP8 products", works)
     if not tp or tp < 1:
         return
-    latent = getattr(settings, "multi_latent_attention", False)  # whose projections have other sizes
-    if heads and width and groups and not latent and heads % tp == 0 and groups % tp == 0:
+    if getattr(settings, "multi_latent_attention", False):
+        yield from _latent_size_problems(settings, tp)
+    elif heads and width and groups and heads % tp == 0 and groups % tp == 0 and not (odd_hidden and width * heads == settings.hidden_size):
         outputs, inputs = (heads + 2 * groups) * width // tp, heads * width // tp
         if outputs % ALIGNMENT or inputs % ALIGNMENT:
             rule = f"gives a rank {outputs} rows of queries, keys and values, {inputs} of heads: FP8 products need multiples of {ALIGNMENT}"
             yield BrokenRule("kv_channels", rule, -(-width // ALIGNMENT) * ALIGNMENT)
-    ffn = settings.ffn_hidden_size
-    if ffn and ffn % tp == 0 and ffn // tp % ALIGNMENT:
-        rule = f"gives a rank {ffn // tp} channels: FP8 products need a multiple of {ALIGNMENT}"
-        yield BrokenRule("ffn_hidden_size", rule, -(-ffn // (ALIGNMENT * tp)) * ALIGNMENT * tp)
-    ffn, etp = settings.moe_ffn_hidden_size, settings.expert_tensor_parallel_size or tp
-    if ffn and ffn % etp == 0 and ffn // etp % ALIGNMENT and experts_are_quantized(settings):
-        rule = f"gives a rank {ffn // etp} channels of an expert: FP8 products need a multiple of {ALIGNMENT}"
-        yield BrokenRule("moe_ffn_hidden_size", rule, -(-ffn // (ALIGNMENT * etp)) * ALIGNMENT * etp)
+    for name, of, ranks, quantized in (
+        ("ffn_hidden_size", "", tp, True),
+        ("moe_ffn_hidden_size", " of an expert", settings.expert_tensor_parallel_size or tp, experts_are_quantized(settings)),
+        ("moe_shared_expert_intermediate_size", " of the shared experts", tp, True),
+    ):
+        size = getattr(settings, name)
+        if size and size % ranks == 0 and size // ranks % ALIGNMENT and quantized:
+            rule = f"gives a rank {size // ranks} channels{of}: FP8 products need a multiple of {ALIGNMENT}"
+            yield BrokenRule(name, rule, -(-size // (ALIGNMENT * ranks)) * ALIGNMENT * ranks)
+
+
+def _latent_size_problems(settings: Any, tp: int) -> Iterator[BrokenRule]:
+    """Of latent attention. The projections down to the latents stay in bf16."""
+    for name in ("q_lora_rank", "kv_lora_rank"):
+        rank = getattr(settings, name)
+        if rank and rank % ALIGNMENT:
+            yield BrokenRule(name, f"must be a multiple of {ALIGNMENT}, as all sizes of FP8 products", -(-rank // ALIGNMENT) * ALIGNMENT)
+    heads = settings.num_attention_heads
+    if not heads or heads % tp:
+        return
+    for name, of in (("v_head_dim", "values"), ("qk_head_dim", "keys"), ("qk_pos_emb_head_dim", "turning channels")):
+        rows = heads // tp * getattr(settings, name)
+        if rows % ALIGNMENT:
+            rule = f"gives a rank {rows} rows of {of}: FP8 products need multiples of {ALIGNMENT}"
+            yield BrokenRule(name, rule, -(-getattr(settings, name) // ALIGNMENT) * ALIGNMENT)
 
 
 def experts_are_quantized(settings: Any) -> bool:

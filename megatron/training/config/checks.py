@@ -58,8 +58,9 @@ def problem(args: Args, dest: str, rule: str, works: object = "") -> Problem:
 
 def broken_rule(args: Args, broken: BrokenRule) -> Problem:
     """One of core's rules in the words of the line."""
-    works = "leave it out" if broken.works == "" else in_flags(text_of(broken.works))
-    return problem(args, FLAG_OF.get(broken.setting, broken.setting), in_flags(broken.rule), works)
+    dest = FLAG_OF.get(broken.setting, broken.setting)
+    works = "leave it out" if broken.works == "" else name_of(dest) if broken.works is True else in_flags(text_of(broken.works))
+    return problem(args, dest, in_flags(broken.rule), works)
 
 
 def in_flags(text: str) -> str:
@@ -420,6 +421,18 @@ def _expert_notes(args: Args) -> Iterator[str]:
         )
 
 
+def _fp8_notes(args: Args) -> Iterator[str]:
+    """Flags of FP8 that another one makes idle."""
+    if not args.fp8:
+        return
+    of_layers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    if not args.first_last_layers_bf16 and (idle := [dest for dest in of_layers if was_given(args, dest)]):
+        yield f"{', '.join(map(name_of, idle))}: no effect without --first-last-layers-bf16"
+    of_delayed = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    if args.fp8_recipe != "delayed" and (idle := [dest for dest in of_delayed if was_given(args, dest)]):
+        yield f"{', '.join(map(name_of, idle))}: no effect with --fp8-recipe {args.fp8_recipe}, which keeps no history"
+
+
 def _given_of(args: Args, section: type) -> list[str]:
     """Flags of a section that were given and have an effect at all."""
     return [f.name for f in dataclasses.fields(section) if was_given(args, f.name) and not f.metadata["no_effect"]]
@@ -444,6 +457,9 @@ def dropped_flags(args: Args) -> Iterator[str]:
     yield from _expert_notes(args)
     if args.fp8 is None and (idle := _given_of(args, Fp8Flags)):
         yield f"{', '.join(map(name_of, idle))}: no effect without --fp8-format"
+    yield from _fp8_notes(args)
+    if was_given(args, "cuda_graph_warmup_steps") and args.cuda_graph_impl == "none":
+        yield f"--cuda-graph-warmup-steps {args.cuda_graph_warmup_steps} has no effect without --cuda-graph-impl"
     if args.num_experts is None and (experts := _given_of(args, MoEFlags)):
         yield f"{', '.join(map(name_of, experts))}: no effect without --num-experts"
     effectless = [(dest, field) for dest, field in all_fields().items() if field.metadata["no_effect"]]

@@ -56,6 +56,8 @@ REQUIRED = [
 ]  # fmt: skip
 
 # (flags added to TINY, processes, parts that the one message must have); "-X" takes the flag X away first
+FP8 = "--fp8-format hybrid --bf16"
+LATENT = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16"
 BAD = [
     ("--hidden-size 65", 1, ["--hidden-size 65", "--num-attention-heads 4", "--hidden-size 64 or --hidden-size 68"]),
     ("--group-query-attention --num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
@@ -124,7 +126,17 @@ BAD = [
     ("--save /dev/null", 1, ["--save /dev/null", "folder"]),
     ("--save s3://bucket/run", 1, ["--save s3://bucket/run", "object storage is not supported"]),
     ("--load gs://bucket/run", 1, ["--load gs://bucket/run", "object storage is not supported"]),
-    ("--fp8-hybrid", 1, ["--fp8-format hybrid", "needs bf16"]),
+    ("--fp8-hybrid", 1, ["--bf16", "is needed by FP8", "works: --bf16"]),
+    (f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 3", 1, ["--first-last-layers-bf16", "keeps 4 layers in bf16"]),
+    (f"{FP8} --hidden-size 72", 1, ["--hidden-size 72", "works: --hidden-size 80"]),
+    (
+        f"{FP8} --num-experts 4 --moe-shared-expert-intermediate-size 50",
+        1,
+        ["--moe-shared-expert-intermediate-size 50", "gives a rank 50 channels of the shared experts", "size 64"],
+    ),
+    (f"{FP8} {LATENT} --q-lora-rank 25", 1, ["--q-lora-rank 25", "multiple of 16", "--q-lora-rank 32"]),
+    (f"{FP8} {LATENT} --kv-lora-rank 20", 1, ["--kv-lora-rank 20", "multiple of 16", "--kv-lora-rank 32"]),
+    (f"{FP8} {LATENT} --v-head-dim 5", 1, ["--v-head-dim 5", "rows of values", "--v-head-dim 16"]),
     ("--fp8-hybrid --fp8-format e4m3 --bf16", 1, ["--fp8-format e4m3", "--fp8-hybrid asks for hybrid"]),
     ("--fp8-format hybrid --bf16 --ffn-hidden-size 72", 1, ["--ffn-hidden-size 72", "gives a rank 72 channels", "--ffn-hidden-size 80"]),
     ("--fp8-format e4m3 --bf16 --fp8-recipe custom", 1, ["--fp8-recipe custom", "is not built yet"]),

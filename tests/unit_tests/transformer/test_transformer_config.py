@@ -56,7 +56,7 @@ def test_all_problems_at_once():
             r"needs the package deep_ep \(DeepEP\), which is not installed .*; alltoall computes the same without it; 'alltoall' works",
         ),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2: needs a model with experts"),
-        ({"fp8": "e4m3"}, "fp8 'e4m3': needs bf16"),
+        ({"fp8": "e4m3"}, "bf16 False: is needed by FP8"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection = True is not built yet"),
         ({"variable_seq_lengths": True}, "variable_seq_lengths = True is not built yet; leave it at False"),
         ({"memory_efficient_layer_norm": True}, "memory_efficient_layer_norm = True is not built yet"),
