@@ -75,19 +75,10 @@ def fp8_problems(settings: Any, num_layers: int | None, groups: int | None) -> I
         yield BrokenRule("bf16", "is needed by FP8: in it is all that FP8 leaves, and the copy of the weights that is quantized", True)
     if settings.tp_comm_overlap:
         yield BrokenRule("tp_comm_overlap", "is built for products in bf16, and these are in FP8")
-    if num_layers and settings.first_last_layers_bf16:
-        yield from _layer_problems(settings, num_layers)
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if num_layers and settings.first_last_layers_bf16 and not 0 <= getattr(settings, name) <= num_layers:
+            yield BrokenRule(name, f"must be between 0 and the model's {num_layers} layers", 1)
     yield from _size_problems(settings, groups)
-
-
-def _layer_problems(settings: Any, num_layers: int) -> Iterator[BrokenRule]:
-    names = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    odd = [name for name in names if not 0 <= getattr(settings, name) <= num_layers]
-    for name in odd:
-        yield BrokenRule(name, f"must be between 0 and the model's {num_layers} layers", 1)
-    left_out = sum(getattr(settings, name) for name in names)
-    if not odd and left_out >= num_layers:
-        yield BrokenRule("first_last_layers_bf16", f"keeps {left_out} layers in bf16 and the model has {num_layers}: none is in FP8")
 
 
 def _size_problems(settings: Any, groups: int | None) -> Iterator[BrokenRule]:

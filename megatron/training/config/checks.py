@@ -428,6 +428,8 @@ def _fp8_notes(args: Args) -> Iterator[str]:
     of_layers = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     if not args.first_last_layers_bf16 and (idle := [dest for dest in of_layers if was_given(args, dest)]):
         yield f"{', '.join(map(name_of, idle))}: no effect without --first-last-layers-bf16"
+    elif args.first_last_layers_bf16 and sum(getattr(args, dest) for dest in of_layers) >= args.num_layers:
+        yield f"WARNING: --first-last-layers-bf16 keeps all {args.num_layers} layers in bf16: none is in FP8"
     of_delayed = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
     if args.fp8_recipe != "delayed" and (idle := [dest for dest in of_delayed if was_given(args, dest)]):
         yield f"{', '.join(map(name_of, idle))}: no effect with --fp8-recipe {args.fp8_recipe}, which keeps no history"

@@ -127,7 +127,6 @@ BAD = [
     ("--save s3://bucket/run", 1, ["--save s3://bucket/run", "object storage is not supported"]),
     ("--load gs://bucket/run", 1, ["--load gs://bucket/run", "object storage is not supported"]),
     ("--fp8-hybrid", 1, ["--bf16", "is needed by FP8", "works: --bf16"]),
-    (f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 3", 1, ["--first-last-layers-bf16", "keeps 4 layers in bf16"]),
     (f"{FP8} --hidden-size 72", 1, ["--hidden-size 72", "works: --hidden-size 80"]),
     (
         f"{FP8} --num-experts 4 --moe-shared-expert-intermediate-size 50",
@@ -346,6 +345,20 @@ def test_no_feature_fails_because_of_an_untouched_default(flag: str) -> None:
     arguments.optimizer_config_from_args(args)
     arguments.gpt_dataset_config_from_args(args, tokenizer=object())
     assert config.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--num-layers-at-start-in-bf16 2", "--num-layers-at-start-in-bf16: no effect without --first-last-layers-bf16"),
+        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 3", "keeps all 4 layers in bf16: none is in FP8"),
+        ("--fp8-recipe tensorwise --fp8-margin 1", "--fp8-margin: no effect with --fp8-recipe tensorwise"),
+        ("--cuda-graph-warmup-steps 5", "--cuda-graph-warmup-steps 5 has no effect without --cuda-graph-impl"),
+    ],
+)
+def test_idle_flags_of_fp8_and_graphs_are_named(flags: str, note: str) -> None:
+    assert note in "\n".join(checked(changed(f"{FP8} {flags}")).notes)
+    assert note not in "\n".join(checked(changed(FP8)).notes)
 
 
 def test_gradient_flags_reach_the_config() -> None:
