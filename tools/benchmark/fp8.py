@@ -130,7 +130,7 @@ def experts() -> None:
         uneven = torch.rand(count, generator=torch.Generator().manual_seed(1)) + 0.5
         sizes = (uneven / uneven.sum() * rows).long()
         sizes[-1] += rows - sizes.sum()
-        counts = TokenCounts(sizes.cuda(), sizes.tolist())
+        counts = TokenCounts(sizes.to("cuda"), sizes.tolist())
         flops = 2.0 * rows * n * k
         weight = torch.randn(count, n, k, device="cuda").bfloat16()
         one = torch.ones(1, device="cuda")

@@ -82,6 +82,41 @@ def store_phase(out, result, quad, column, rows, columns, stride, PHASE: tl.cons
 
 
 @triton.jit
+def factor_of(scale, inverse, LARGEST: tl.constexpr, FROM_AMAX: tl.constexpr):
+    """What to multiply a tensor by: `scale` [1], or what follows from it where it is an amax; then one program writes `inverse` [1]."""
+    factor = tl.load(scale)
+    if FROM_AMAX:
+        factor = scale_of(factor, LARGEST)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(inverse, 1.0 / factor)
+    return factor
+
+
+@triton.jit
+def quantize_fours(
+    x, factor, out_rows, quad, column, rows, columns, stride,
+    LARGEST: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUADS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile with one scale. ROWS: out_rows [rows, columns] gets it as it lies. Returns (what store_turned takes, with COLUMNS; the largest
+    magnitudes, as bits, with RECORD)."""
+    largest = tl.zeros([QUADS, WIDE], dtype=tl.int32)
+    four = tl.zeros([QUADS, WIDE], dtype=tl.uint32)
+    for half in tl.static_range(2):
+        first = load_phase(x, quad, column, rows, columns, stride, 2 * half)
+        second = load_phase(x, quad, column, rows, columns, stride, 2 * half + 1)
+        if RECORD:
+            largest = tl.maximum(largest, tl.maximum(magnitude(first), magnitude(second)))
+        first *= factor
+        second *= factor
+        if ROWS:
+            store_phase(out_rows, to_fp8(first, LARGEST), quad, column, rows, columns, columns, 2 * half)
+            store_phase(out_rows, to_fp8(second, LARGEST), quad, column, rows, columns, columns, 2 * half + 1)
+        if COLUMNS:
+            four |= packed(first, second, LARGEST, half)
+    return four, largest
+
+
+@triton.jit
 def quantize_one_scale(
     x, scale, amax, out_rows, out_columns, inverse, m, k, quads, stride,
     LARGEST: tl.constexpr, FROM_AMAX: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -89,25 +124,8 @@ def quantize_one_scale(
 ):  # fmt: skip
     quad = tl.program_id(0).to(tl.int64) * (TALL // 4) + tl.arange(0, TALL // 4)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    factor = tl.load(scale)
-    if FROM_AMAX:
-        factor = scale_of(factor, LARGEST)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(inverse, 1.0 / factor)
-    largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
-    four = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
-    for half in tl.static_range(2):
-        first = load_phase(x, quad, column, m, k, stride, 2 * half)
-        second = load_phase(x, quad, column, m, k, stride, 2 * half + 1)
-        if RECORD:
-            largest = tl.maximum(largest, tl.maximum(magnitude(first), magnitude(second)))
-        first *= factor
-        second *= factor
-        if ROWS:
-            store_phase(out_rows, to_fp8(first, LARGEST), quad, column, m, k, k, 2 * half)
-            store_phase(out_rows, to_fp8(second, LARGEST), quad, column, m, k, k, 2 * half + 1)
-        if COLUMNS:
-            four |= packed(first, second, LARGEST, half)
+    factor = factor_of(scale, inverse, LARGEST, FROM_AMAX)
+    four, largest = quantize_fours(x, factor, out_rows, quad, column, m, k, stride, LARGEST, RECORD, ROWS, COLUMNS, TALL // 4, WIDE)
     if RECORD:
         tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
     if COLUMNS:
@@ -221,15 +239,8 @@ def quantize_square_blocks(
     if COLUMNS:
         tl.store(column_inverse + across * tl.num_programs(0) + down, 1.0 / factor)
     quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    four = tl.zeros([BLOCK // 4, BLOCK], dtype=tl.uint32)
-    for half in tl.static_range(2):  # out of the cache
-        first = load_phase(x, quad, column, m, k, stride, 2 * half) * factor
-        second = load_phase(x, quad, column, m, k, stride, 2 * half + 1) * factor
-        if ROWS:
-            store_phase(out_rows, to_fp8(first, LARGEST), quad, column, m, k, k, 2 * half)
-            store_phase(out_rows, to_fp8(second, LARGEST), quad, column, m, k, k, 2 * half + 1)
-        if COLUMNS:
-            four |= packed(first, second, LARGEST, half)
+    # x comes out of the cache
+    four, _ = quantize_fours(x, factor, out_rows, quad, column, m, k, stride, LARGEST, False, ROWS, COLUMNS, BLOCK // 4, BLOCK)
     if COLUMNS:
         store_turned(out_columns, four, quad, column, quads, k)
 

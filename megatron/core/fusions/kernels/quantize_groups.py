@@ -9,17 +9,7 @@ import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.grouped import room_for
-from megatron.core.fusions.kernels.quantize import (
-    amax_from,
-    in_fours,
-    load_phase,
-    magnitude,
-    packed,
-    scale_of,
-    store_phase,
-    store_turned,
-    to_fp8,
-)
+from megatron.core.fusions.kernels.quantize import amax_from, factor_of, in_fours, quantize_fours, store_turned
 
 TILE = 128, 128, 8  # rows (a multiple of 16), columns and warps of a program
 _UNIT = tl.constexpr(16)  # fp8/settings.ALIGNMENT
@@ -51,27 +41,10 @@ def quantize_groups_one_scale(
     _, first, rows, filled_first, filled, within = group_of_tile(counts, groups, tl.program_id(0), GROUPS, TALL)
     quad = within.to(tl.int64) * (TALL // 4) + tl.arange(0, TALL // 4)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    factor = tl.load(scale)
-    if FROM_AMAX:
-        factor = scale_of(factor, LARGEST)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(inverse, 1.0 / factor)
-    largest = tl.zeros([TALL // 4, WIDE], dtype=tl.int32)
-    four = tl.zeros([TALL // 4, WIDE], dtype=tl.uint32)
+    factor = factor_of(scale, inverse, LARGEST, FROM_AMAX)
     x += first.to(tl.int64) * stride
     out_rows += first.to(tl.int64) * k
-    for half in tl.static_range(2):
-        one = load_phase(x, quad, column, rows, k, stride, 2 * half)
-        other = load_phase(x, quad, column, rows, k, stride, 2 * half + 1)
-        if RECORD:
-            largest = tl.maximum(largest, tl.maximum(magnitude(one), magnitude(other)))
-        one *= factor
-        other *= factor
-        if ROWS:
-            store_phase(out_rows, to_fp8(one, LARGEST), quad, column, rows, k, k, 2 * half)
-            store_phase(out_rows, to_fp8(other, LARGEST), quad, column, rows, k, k, 2 * half + 1)
-        if COLUMNS:
-            four |= packed(one, other, LARGEST, half)
+    four, largest = quantize_fours(x, factor, out_rows, quad, column, rows, k, stride, LARGEST, RECORD, ROWS, COLUMNS, TALL // 4, WIDE)
     if RECORD:
         tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
     if COLUMNS:
