@@ -46,7 +46,7 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         (fc1, fc2), (_, training) = linears, settings
         quantized = fc1.quantize_rows(INPUT, x, counts, record=training, rows=True, columns=recorded)
-        hidden = rows_product(_rows(quantized), fc1.matrices()[0], counts, x.dtype, fast=True)
+        hidden = rows_product(quantized.row_operand(), fc1.matrices()[0], counts, x.dtype, fast=True)
         weights = weights.contiguous()
         activated = _activate(fc2, hidden, weights, counts, training)
         if recorded:
@@ -62,24 +62,19 @@ class _ExpertMLP(torch.autograd.Function):
         needs_input, _, needs_weight1, needs_weight2 = ctx.needs_input_grad[:4]
         inputs, hidden, weights = ctx.saved_tensors
         grad = fc2.quantize_rows(GRADIENT, grads[0].contiguous(), counts, record=training, rows=True, columns=needs_weight2)
-        grad_activated = rows_product(_rows(grad), fc2.matrices()[1], counts, hidden.dtype, counts_are_here=True)
+        grad_activated = rows_product(grad.row_operand(), fc2.matrices()[1], counts, hidden.dtype, counts_are_here=True)
         activated, grad_hidden, grad_weights = _activate_backward(
             fc1, hidden, weights, grad_activated, counts, ctx.inverses[1], dtype_of(fc2.settings, INPUT), training
         )
         del grad_activated
         grad_input = None
         if needs_input:
-            grad_input = rows_product(_rows(grad_hidden), fc1.matrices()[1], counts, hidden.dtype, counts_are_here=True)
+            grad_input = rows_product(grad_hidden.row_operand(), fc1.matrices()[1], counts, hidden.dtype, counts_are_here=True)
         grad2 = put_weight_grad(fc2, grad, activated, counts, fuse_weight_grad) if needs_weight2 else None
         grad1 = None
         if needs_weight1:
             grad1 = put_weight_grad(fc1, grad_hidden, Grouped(None, inputs, ctx.inverses[0]), counts, fuse_weight_grad)
         return grad_input, grad_weights, grad1, grad2, *[None] * 4
-
-
-def _rows(quantized: Grouped) -> Operand:
-    assert quantized.rows is not None
-    return Operand(quantized.rows, quantized.inverse, TENSOR)
 
 
 def _activate(fc2: Fp8Experts, hidden: torch.Tensor, weights: torch.Tensor, counts: TokenCounts, record: bool) -> Operand:
@@ -92,7 +87,7 @@ def _activate(fc2: Fp8Experts, hidden: torch.Tensor, weights: torch.Tensor, coun
         return Operand(swiglu_quantize.forward(hidden, dtype, inverse, amax if record else None, weights), inverse, TENSOR)
     amax = torch.zeros(1, dtype=torch.float32, device=hidden.device)
     out = swiglu_quantize.forward(hidden, dtype, None, amax, weights)
-    return _rows(fc2.quantize_rows(INPUT, out, counts, record=record, rows=True, columns=False, found=amax))
+    return fc2.quantize_rows(INPUT, out, counts, record=record, rows=True, columns=False, found=amax).row_operand()
 
 
 def _activate_backward(

@@ -77,9 +77,7 @@ class _Fp8Experts(torch.autograd.Function):
         ctx.save_for_backward(x if keep_input and keeps else quantized.columns)
         if recorded:
             counts.prefetch()
-        assert quantized.rows is not None
-        rows = Operand(quantized.rows, quantized.inverse, TENSOR)
-        return rows_product(rows, linear.matrices()[0], counts, x.dtype, fast=True)
+        return rows_product(quantized.row_operand(), linear.matrices()[0], counts, x.dtype, fast=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -90,8 +88,7 @@ class _Fp8Experts(torch.autograd.Function):
         quantized = linear.quantize_rows(GRADIENT, grad, counts, record=training, rows=needs_input, columns=needs_weight and in_fp8)
         grad_input = grad_weight = None
         if needs_input:
-            rows = Operand(quantized.rows, quantized.inverse, TENSOR)
-            grad_input = rows_product(rows, linear.matrices()[1], counts, grad.dtype, counts_are_here=True)
+            grad_input = rows_product(quantized.row_operand(), linear.matrices()[1], counts, grad.dtype, counts_are_here=True)
         if needs_weight and in_fp8:
             grad_weight = put_weight_grad(linear, quantized, _kept_inputs(ctx), counts, fuse_weight_grad)
         elif needs_weight:

@@ -35,6 +35,10 @@ class Grouped(NamedTuple):
     columns: torch.Tensor | None
     inverse: torch.Tensor
 
+    def row_operand(self) -> Operand:
+        assert self.rows is not None
+        return Operand(self.rows, self.inverse, TENSOR)
+
     def blocks(self, counts: list[int], k: int) -> list[Operand]:
         """Each group's [k, filled rows]."""
         assert self.columns is not None
