@@ -69,8 +69,10 @@ def train(config: TransformerConfig, use_te: bool = True, steps: int = 4) -> tup
 
 @pytest.mark.parametrize("settings", [{}, MOE, {"gradient_accumulation_fusion": True}, {"layernorm_zero_centered_gamma": True}])
 def test_it_trains_as_the_local_backend_does(settings: dict) -> None:
-    (local, one), (other, two) = train(config_of(**settings), False), train(config_of(**settings))
+    (local, _), (other, _) = train(config_of(**settings), False), train(config_of(**settings))
     assert local[-1] < local[0] - 0.05 and other == pytest.approx(local, rel=3e-3)
+    # gradients while the weights are still the same: later, rounding sends a few tokens to other experts
+    (_, one), (_, two) = train(config_of(**settings), False, steps=1), train(config_of(**settings), steps=1)
     ours, theirs = one.output_layer.weight.main_grad, two.output_layer.weight.main_grad  # type: ignore[union-attr]
     assert (ours - theirs).norm() < 0.03 * ours.norm()
 

@@ -145,7 +145,7 @@ def test_norm_of_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch, rms: b
 
 @pytest.mark.parametrize("dtype", TWINS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("columns", "valid"), [(1, 1), (7, 5), (100, 100), (4999, 4990)])
+@pytest.mark.parametrize(("columns", "valid"), [(1, 1), (7, 5), (100, 100), (4999, 4990), (17001, 16500)])
 def test_cross_entropy(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, smoothing: float, columns: int, valid: int) -> None:
     logits = 4 * rand(5, 2, columns)
     labels = torch.randint(0, valid, (5, 2), device=logits.device)

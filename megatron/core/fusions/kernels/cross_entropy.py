@@ -10,27 +10,29 @@ import triton.language as tl
 from megatron.core.fusions.kernels.precision import wide
 
 BLOCK = 4096  # columns at a time
+LANES, DEPTH = 2048, 4  # of the statistics: columns side by side, and how many of each lane at a time
 
 
 @triton.jit
 def cross_entropy_statistics(
-    logits, target, log_norm, picked, row_sum, stride, valid, WITH_SUM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, target, log_norm, picked, row_sum, stride, valid, WITH_SUM: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    # of each lane; combined at the end
-    largest = tl.full([BLOCK], float("-inf"), dtype=WIDE)
-    scaled = tl.zeros([BLOCK], dtype=WIDE)  # sum of exp(x - largest)
-    plain = tl.zeros([BLOCK], dtype=WIDE)
-    for start in range(0, valid, BLOCK):
+    column = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    # of each lane; combined at the end. A lane rescales its sum once for DEPTH logits: exponentials are what this kernel waits for
+    largest = tl.full([LANES], float("-inf"), dtype=WIDE)
+    scaled = tl.zeros([LANES], dtype=WIDE)  # sum of exp(x - largest)
+    plain = tl.zeros([LANES], dtype=WIDE)
+    for start in range(0, valid, DEPTH * LANES):
         inside = start + column < valid
         x = tl.load(logits + row * stride + start + column, mask=inside, other=float("-inf")).to(WIDE)
-        higher = tl.maximum(largest, x)
+        higher = tl.maximum(largest, tl.max(x, axis=0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        scaled = scaled * tl.exp(largest - shift) + tl.exp(x - shift)
+        scaled = scaled * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift[None, :]), axis=0)
         largest = higher
         if WITH_SUM:
-            plain += tl.where(inside, x, 0.0)
+            plain += tl.sum(tl.where(inside, x, 0.0), axis=0)
     top = tl.max(largest, axis=0)
     # a NaN among the logits must come out, and a maximum may hide it: it is in `scaled`
     total = tl.sum(scaled * tl.exp(largest - tl.where(top == float("-inf"), 0.0, top)), axis=0)
@@ -78,10 +80,11 @@ def statistics(logits: torch.Tensor, target: torch.Tensor, valid: int, with_sum:
     rows = logits.shape[0]
     log_norm, picked = (torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(2))
     row_sum = torch.zeros(rows, dtype=dtype, device=logits.device)
-    block = min(BLOCK, triton.next_power_of_2(valid))
+    lanes = min(LANES, triton.next_power_of_2(valid))
     cross_entropy_statistics[(rows,)](
-        logits, target, log_norm, picked, row_sum, logits.stride(0), valid, WITH_SUM=with_sum, WIDE=wide(logits), BLOCK=block, num_warps=8
-    )
+        logits, target, log_norm, picked, row_sum, logits.stride(0), valid, WITH_SUM=with_sum, WIDE=wide(logits), LANES=lanes, DEPTH=DEPTH,
+        num_warps=8,
+    )  # fmt: skip
     return log_norm, picked, row_sum
 
 
