@@ -59,16 +59,19 @@ class PeerMemory:
 
     def __init__(self, group: dist.ProcessGroup | None, capacity: int) -> None:
         assert group is not None
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch would map it for multicast too, which nothing here uses
-        from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed import _symmetric_memory
-
         self.rank, self.size, self.capacity = get_pg_rank(group), get_pg_size(group), capacity
         self._flags = 2 * self.size * capacity
         nbytes = self._flags + self.size * FLAG_BYTES
-        own = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device.current_device())
-        own.zero_()
-        device.synchronize()  # flags are zero before any rank can reach them
+        own, problem = None, None
+        try:
+            own = _allocate(nbytes)
+        except (RuntimeError, ImportError, AttributeError, OSError) as error:
+            problem = _in_a_line(error)
+        problem = _first(problem, group)
+        if own is None or problem is not None:  # on all ranks: none waits in the rendezvous for one that has no memory
+            raise RuntimeError(problem)
+        from torch.distributed import _symmetric_memory
+
         self._handle = _symmetric_memory.rendezvous(own, group)
         assert self._handle is not None
         self._own = own
@@ -86,6 +89,17 @@ class PeerMemory:
 
     def wait(self, peer: int, turn: int) -> None:
         device.stream_wait_at_least(self._flag(self.rank, peer), turn)
+
+
+def _allocate(nbytes: int) -> torch.Tensor:
+    """Zeros that other GPUs can map."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch would map it for multicast too, which nothing here uses
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    own = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device.current_device())
+    own.zero_()
+    device.synchronize()  # flags are zero before any rank can reach them
+    return own
 
 
 class Exchange:
@@ -283,13 +297,23 @@ def _find(group: dist.ProcessGroup, nbytes: int) -> Exchange | None:
             to_group = ref(group)  # a group that its exchange held would never go
             found = Exchange(lambda capacity: PeerMemory(to_group(), capacity), nbytes, device.copy_stream(), device.current_stream)
         except (RuntimeError, ImportError, AttributeError, OSError) as error:
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        dist.all_gather_object(ranks, problem, group=group)
-        problem = next((each for each in ranks if each is not None), None)
+            problem = _in_a_line(error)
+        problem = _first(problem, group)
     if get_pg_rank(group) == 0:
         how = "copy engines and symmetric memory" if problem is None else f"chunks over NCCL, not symmetric memory: {problem}"
         logger.info("tensor-parallel communication behind products, ranks %s: %s", dist.get_process_group_ranks(group), how)
     return found if problem is None else None
+
+
+def _in_a_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
+    """Of the ranks' problems the first that there is. A collective."""
+    ranks: list[Any] = [None] * get_pg_size(group)
+    dist.all_gather_object(ranks, problem, group=group)
+    return next((each for each in ranks if each is not None), None)
 
 
 def _obstacle(ranks: list[tuple[str, int, frozenset[int]]]) -> str | None:

@@ -183,7 +183,22 @@ def test_ranks_agree_and_say_so_once(fails: bool) -> None:
     assert first is second is not fails
     assert nothing == []
     (line,) = said
-    assert line.endswith("not symmetric memory: RuntimeError: no peer mapping" if fails else "copy engines and symmetric memory")
+    assert line.endswith("not symmetric memory: no peer mapping" if fails else "copy engines and symmetric memory")
+
+
+def memory_that_one_rank_lacks() -> str:
+    def allocate(nbytes: int) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of memory\nand a trace")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    with mock.patch.object(symmetric_memory, "_allocate", allocate), pytest.raises(RuntimeError) as raised:
+        symmetric_memory.PeerMemory(dist.group.WORLD, 4096)
+    return str(raised.value)
+
+
+def test_no_rank_waits_for_one_without_memory() -> None:
+    assert ranks().run(2, memory_that_one_rank_lacks) == ["out of memory"] * 2
 
 
 def none_on_a_cpu() -> bool:
