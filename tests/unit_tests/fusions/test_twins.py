@@ -124,6 +124,7 @@ def test_cosines_are_made_once_for_the_layers_that_share_angles():
         fused_apply_rotary(t, freqs, True)
         assert seen.counts["cos"] == 4
         assert torch.equal(fused_apply_rotary(t, freqs.clone(), False), first) and seen.counts["cos"] == 5
+        assert torch.equal(fused_apply_rotary(t, freqs, False), first)
         freqs.mul_(2.0)  # as a graph's static tensor is written over
         torch.testing.assert_close(fused_apply_rotary(t, freqs, False), apply_rotary_plain(t, freqs, False))
 
