@@ -270,6 +270,11 @@ def capture_graph(work: Callable[[], None], pool: Any, random_states: Sequence[t
     return graph.replay
 
 
+def is_recording(tensor: torch.Tensor) -> bool:
+    """Whether kernels that are launched now on the tensor go into a CUDA graph instead of running."""
+    return on_accelerator(tensor) and torch.cuda.is_current_stream_capturing()
+
+
 def release_graphs() -> None:
     """Free all recorded graphs, which cannot be launched again. NCCL ends no communicator that a graph still uses: it waits for ever."""
     for reference in _graphs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.fusions.fused_rope import fused_split_and_rotate
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb, packed_angles
 from megatron.core.packed_seq_params import PackedSeqParams, packed_documents
 from megatron.core.process_groups_config import ProcessGroupCollection, default_pg_collection
@@ -166,6 +167,27 @@ class SelfAttention(Attention):
             key = self.k_layernorm(key)
         return query, key, value
 
+    def _with_positions(
+        self,
+        hidden_states: torch.Tensor,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, the first two turned. None of them holds on to the whole projection, which goes before the core runs."""
+        query_angles, key_angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        same = query_angles is key_angles
+        if packed_seq_params is not None:
+            documents, cp = packed_documents(packed_seq_params), self.pg_collection.cp
+            query_angles = packed_angles(query_angles, documents, cp)
+            key_angles = query_angles if same else packed_angles(key_angles, documents, cp)
+        if same and self.config.apply_rope_fusion and self.q_layernorm is self.k_layernorm is None:
+            mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+            return fused_split_and_rotate(mixed, query_angles, self.heads_per_group, self.config.rotary_interleaved)
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        query = apply_rotary_pos_emb(query, query_angles, config=self.config)
+        key = apply_rotary_pos_emb(key, key_angles, config=self.config)
+        return query, key, value.contiguous()
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -177,21 +199,10 @@ class SelfAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if inference_context is not None:
             raise ValueError("SelfAttention: generation with a key and value cache is not built yet; leave inference_context out")
-        if rotary_pos_emb is not None and self.config.apply_rope_fusion and self.q_layernorm is self.k_layernorm is None:
-            mixed, sizes = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
-            query, key, value = torch.split(mixed, sizes, dim=-1)
-            query = query.unflatten(-1, (self.heads_per_group, self.head_dim))  # turned where it lies
-            del mixed
-        else:
+        if rotary_pos_emb is None:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
-        if rotary_pos_emb is not None:
-            query_angles, key_angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            if packed_seq_params is not None:
-                documents, cp = packed_documents(packed_seq_params), self.pg_collection.cp
-                query_angles, key_angles = (packed_angles(angles, documents, cp) for angles in (query_angles, key_angles))
-            query = apply_rotary_pos_emb(query, query_angles, config=self.config)
-            key = apply_rotary_pos_emb(key, key_angles, config=self.config)
-            value = value.contiguous()  # the last to hold on to the whole projection, which now can go
+        else:
+            query, key, value = self._with_positions(hidden_states, rotary_pos_emb, packed_seq_params)
         return self.linear_proj(self._attend(query, key, value, attention_mask, attention_bias, packed_seq_params))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.core import device
 from megatron.core.fusions.fused_bias_swiglu import SwiGLUActivation, bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.fusions.fused_layer_norm import norm
-from megatron.core.fusions.fused_rope import fused_apply_rotary
+from megatron.core.fusions.fused_rope import fused_apply_rotary, fused_split_and_rotate
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import fused_optimizers
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -120,8 +120,53 @@ def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, interleaved: 
     packed = rand(5, 2, heads * width + 3).to(dtype)  # as in a projection with keys and values behind
     run = lambda x: fused_apply_rotary(x[..., : heads * width].unflatten(-1, (heads, width)), freqs, interleaved)  # noqa: E731
     assert_twins(both(monkeypatch, run, packed), dtype)
-    grouped = lambda x: fused_apply_rotary(x[..., : 2 * heads * width].unflatten(-1, (2, heads, width)), freqs, interleaved)  # noqa: E731
-    assert_twins(both(monkeypatch, grouped, rand(5, 2, 2 * heads * width + 3).to(dtype)), dtype)
+
+
+@pytest.mark.parametrize("dtype", TWINS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("length", "batch", "groups", "heads_per_group", "half", "rest"),
+    [(1, 1, 1, 1, 1, 0), (5, 2, 3, 1, 8, 0), (3, 1, 2, 5, 6, 5), (4, 3, 1, 4, 20, 1), (2, 2, 5, 2, 3, 2)],
+)
+def test_rope_of_a_projection(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    interleaved: bool,
+    length: int,
+    batch: int,
+    groups: int,
+    heads_per_group: int,
+    half: int,
+    rest: int,
+) -> None:
+    angles = torch.outer(torch.arange(float(length)), torch.rand(half)).to(device.current_device())
+    freqs = (angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1))[:, None, None, :]
+    packed = rand(length, batch, groups, (heads_per_group + 2) * (2 * half + rest)).to(dtype)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        query, key, value = fused_split_and_rotate(x, freqs, heads_per_group, interleaved)
+        return torch.cat([query.transpose(0, 1).flatten(), key.flatten(), value.transpose(1, 2).flatten()])  # gradients in other orders
+
+    assert_twins(both(monkeypatch, run, packed), dtype)
+
+
+@pytest.mark.parametrize("heads_per_group", [1, 3])
+def test_rope_of_more_heads_than_a_program_takes(monkeypatch: pytest.MonkeyPatch, heads_per_group: int) -> None:
+    freqs = torch.rand(2, 1, 1, 512, device=device.current_device())  # 8 heads a program
+    run = lambda x: torch.cat([part.flatten() for part in fused_split_and_rotate(x, freqs, heads_per_group, True)])  # noqa: E731
+    assert_twins(both(monkeypatch, run, rand(2, 1, 11, (heads_per_group + 2) * 512)), torch.float32)
+
+
+def test_rope_of_gradients_that_are_expanded_strided_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    freqs = torch.rand(4, 1, 1, 6, device=device.current_device())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        query, _, value = fused_split_and_rotate(x, freqs, 2, False)
+        return query.sum() + value.movedim(-1, 0).reshape(-1)[:40].square().sum()
+
+    found = both(monkeypatch, run, rand(4, 2, 3, 4 * 6))
+    assert_twins(found, torch.float32)
+    assert not found[0][1][..., 12:18].any() and found[0][1][..., 18:].any()  # of the key, which nobody used, and of the value
 
 
 @pytest.mark.parametrize("dtype", TWINS)

@@ -64,12 +64,13 @@ class RotaryEmbedding(torch.nn.Module):
         rank, size = (0, 1) if packed_seq else (get_pg_rank(group), get_pg_size(group))
         key = (max_seq_len, offset, rank, size, self.inv_freq.device)
         if key not in self._cached:
-            angles = self.get_freqs_non_repeated(max_seq_len, offset)
-            if self.rotary_interleaved:
-                repeated = angles.repeat_interleave(2, dim=-1)
-            else:
-                repeated = torch.cat((angles, angles), dim=-1)
-            self._cached = {key: split_for_context_parallel(repeated, 0, rank, size)[:, None, None, :]}
+            with torch.inference_mode(False):  # an evaluation may come first; training cannot keep what inference mode makes
+                angles = self.get_freqs_non_repeated(max_seq_len, offset)
+                if self.rotary_interleaved:
+                    repeated = angles.repeat_interleave(2, dim=-1)
+                else:
+                    repeated = torch.cat((angles, angles), dim=-1)
+                self._cached = {key: split_for_context_parallel(repeated, 0, rank, size)[:, None, None, :]}
         return self._cached[key]
 
     def get_rotary_seq_len(
@@ -116,7 +117,6 @@ def apply_rotary_pos_emb(
 ) -> torch.Tensor:
     """Turn t [s, b, heads, d] by freqs [s, 1, 1, width <= d]: the fast path with config.apply_rope_fusion, else its plain twin.
 
-    The fast path takes [s, b, groups, heads of one, d] too, as queries lie in a projection.
     cu_seqlens: t [tokens, heads, d] is this rank's part of a packed batch; freqs are then those of its longest sequence, by position.
     mscale: what turns is multiplied by it. mla_rotary_interleaved: pairs are neighbouring channels, and stay in their places.
     """
