@@ -6,8 +6,12 @@ end of the first iteration, then medians of the last 10 of 20 iterations (ms, TF
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
+import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -80,38 +84,38 @@ class RunFailed(SystemExit):
 
 
 def run(
-    name: str, iterations: int, processes: int, extra: list[str], profile: Path | None = None, limit_s: float = inf, last: int = LAST
+    name: str,
+    iterations: int,
+    processes: int,
+    extra: list[str],
+    profile: Path | None = None,
+    limit_s: float = inf,
+    last: int = LAST,
+    log: Path | None = None,
 ) -> dict:
-    """Run it and return the numbers, medians of the `last` iterations. The trainer's own output goes to ours.
+    """Run it and return the numbers, medians of the `last` iterations.
 
-    `profile`: a folder for the kernels of two steps more. `limit_s`: seconds after which it is ended. Raises RunFailed.
+    `profile`: a folder for the kernels of two steps more. `limit_s`: seconds after which it is ended. `log`: a file for the trainer's
+    output, which goes to ours otherwise. Raises RunFailed.
     """
     script, flags = CONFIGURATIONS[name]
     last_step = iterations
     if profile is not None:
         last_step += PROFILED
         steps = f"--profile-step-start {iterations} --profile-step-end {last_step}"
-        extra = [*extra, *f"--profile --use-pytorch-profiler {steps} --tensorboard-dir".split(), str(profile)]
+        extra = [*extra, *f"--profile --use-pytorch-profiler {steps} --tensorboard-dir".split(), str(profile.absolute())]
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(last_step)]
         command += ["--metrics-file", str(metrics), *extra]
         print("$ " + shlex.join(command), flush=True)
-        started = time.time()
-        process = subprocess.Popen(command, cwd=ROOT)
-        first = None
-        while process.poll() is None:
-            if first is None and metrics.exists() and metrics.stat().st_size:
-                first = time.time() - started
-            if time.time() - started > limit_s:
-                _end(process)
-                raise RunFailed(f"{name} was ended after {limit_s:.0f} s")
-            time.sleep(0.05)
-        if process.returncode:
-            raise RunFailed(f"{name} ended with code {process.returncode}")
+        first = _train(name, command, metrics, limit_s, log)
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     measured = [row for row in rows if "elapsed_ms" in row and row["iteration"] <= iterations][-last:]
+
+    if not measured:
+        raise RunFailed(f"{name} ended without an iteration that counts")
 
     def median(key: str) -> float | None:
         values = [row[key] for row in measured if row[key] is not None]
@@ -128,14 +132,58 @@ def run(
     }
 
 
+def _train(name: str, command: list[str], metrics: Path, limit_s: float, log: Path | None) -> float | None:
+    """Seconds to the first iteration. Whatever ends us ends the trainer too: it holds GPUs."""
+    first, started = None, time.time()
+    with contextlib.ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("w"))
+        errors = None if log is None else subprocess.STDOUT
+        # in a session of its own: a Ctrl-C would reach the launcher twice, and a second signal cuts its cleaning up
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True, preexec_fn=_ends_with_parent)
+        stack.callback(_end, process)
+        while process.poll() is None:
+            if first is None and metrics.exists() and metrics.stat().st_size:
+                first = time.time() - started
+            if time.time() - started > limit_s:
+                raise RunFailed(f"{name} was ended after {limit_s:.0f} s")
+            time.sleep(0.05)
+        if process.returncode:
+            raise RunFailed(f"{name} ended with code {process.returncode}" + ("" if log is None else f": {reason(log.read_text())}"))
+    return first
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def _ends_with_parent() -> None:
+    """In the launcher: it is asked to end when we are killed without being asked."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def reason(output: str) -> str:
+    """The line of a failed trainer's output that says most: its own first error, else the last one that looks like an error."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("ERROR: ")]
+    named = [line for line in lines if re.search(r"Error\b|exitcode *: -", line) and "ChildFailedError" not in line]
+    return (own[:1] or named[-1:] or lines[-1:] or ["no output"])[0]
+
+
 def _end(launcher: subprocess.Popen) -> None:
     """torchrun ends its processes when it is asked to end, and they hold GPUs: it gets time for it."""
+    if launcher.poll() is not None:
+        return
     launcher.terminate()
     try:
         launcher.wait(60)
     except subprocess.TimeoutExpired:
         launcher.kill()
         launcher.wait()
+
+
+def end_on_sigterm() -> None:
+    """A request to end unwinds the program as Ctrl-C does, so that what it started ends and what it found is printed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def check_there_are_gpus(parser: argparse.ArgumentParser, needed: int) -> None:
@@ -148,8 +196,18 @@ def check_there_are_gpus(parser: argparse.ArgumentParser, needed: int) -> None:
 
 def check_can_be_written(parser: argparse.ArgumentParser, path: str | Path | None) -> None:
     """Ends the program before anything is measured."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        parser.error(f"--json {path}: there is no folder {Path(path).absolute().parent}")
+    if path is None:
+        return
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        parser.error(f"--json {path}: there is no folder {file.parent}")
+    if file.is_dir():
+        parser.error(f"--json {path}: is a folder; give a file (works: {file / 'numbers.json'})")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        parser.error(f"--json {path}: {file.parent} cannot be written to: {error.strerror}")
 
 
 def main() -> None:
@@ -165,6 +223,7 @@ def main() -> None:
         parser.error(f"--iterations {options.iterations} and --processes {options.processes} must be at least 1")
     check_there_are_gpus(parser, options.processes if options.name != "tiny" else 0)
     check_can_be_written(parser, options.json)
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.profile or scratch) if options.breakdown or options.profile else None
         numbers = run(options.name, options.iterations, options.processes, extra, folder)
