@@ -5,6 +5,7 @@ Four parts, each at most --minutes long; a row that would not end in time is ski
   llama8b   LLaMA-3 8B, bf16 and FP8: context and data parallel, data parallel
   mixtral   Mixtral 8x7B, as many layers as fit, bf16 and FP8: expert parallel, pipeline and expert parallel
   scaling   llama8L (train.py) on one GPU and on 2, 4, 8 by each axis; communication that nothing hides, of rank 0
+            (`TP by copies`: --tp-comm-overlap)
 Two, four or eight GPUs: what is there, or --gpus. --dry: the same rows with tiny models, processes on the CPU over gloo, to try the script.
 --list prints the rows and runs nothing. --json FILE has every row as soon as it is measured and keeps those of earlier runs: parts can go
 one by one into one file. What the trainers print goes to the folder FILE.logs. Exit code 1: a row failed; the table comes all the same.
@@ -27,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import step_trace
+from command_line import check_can_be_written, end_on_sigterm, positive
 from eight_gpus_results import ALONE, SKIPPED, Results, table
-from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, check_can_be_written, end_on_sigterm, run
+from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, run
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FP8 = "--fp8-format hybrid --fp8-recipe delayed"
@@ -111,12 +113,16 @@ GOALS = {"DP": ("efficiency", 0.95), "TP": ("efficiency", 0.75)}  # of the kinds
 
 def scaling_rows(gpus: int, memory_gib: float) -> Iterator[Row]:
     """One GPU first, then the most: what time is left for is what says most. Fewer GPUs than all by copies: last."""
-    common: dict[str, Any] = {"configuration": "llama8L", "seconds": 36, "warmup": 4, "iterations": 8, "profile": True}
-    yield Row(ALONE, gpus=1, flags="", **common)
+    common: dict[str, Any] = {"configuration": "llama8L", "warmup": 3, "iterations": 6, "profile": True}
+    yield Row(ALONE, gpus=1, flags="", seconds=36, **common)
     order = [(n, axis) for n in (8, 4, 2) for axis in AXES if n <= gpus]
     for n, axis in sorted(order, key=lambda pair: pair[0] < gpus and "copies" in pair[1]):
-        yield Row(f"llama8L, {axis}{n}", gpus=n, flags=AXES[axis](n), goal=GOALS.get(axis[:2]) if n == 8 else None, **common)
+        goal = GOALS.get(axis[:2]) if n == 8 else None
+        yield Row(f"llama8L, {axis}{n}", gpus=n, flags=AXES[axis](n), seconds=36 + LONGER.get(axis, 0) * (n - 1), goal=goal, **common)
 
+
+# seconds that each GPU more adds: along PP a step has twice the samples and waits for the output head, along CP attention grows
+LONGER = {"PP": 5, "CP": 2}
 
 ROWS = {"llama8b": llama8b_rows, "mixtral": mixtral_rows, "scaling": scaling_rows}
 PARTS = ("layouts", *ROWS)
@@ -288,13 +294,6 @@ def run_part(part: str, options: argparse.Namespace, logs: Path, keep: Callable[
 # --- the command line ---
 
 
-def positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return number
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
@@ -323,15 +322,15 @@ def parse() -> argparse.Namespace:
 
 def look_for_gpus(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """How many GPUs the rows are for, and with how much memory; ends the program where there are too few."""
-    if options.dry or options.list:
-        if options.dry:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        options.gpus = options.gpus or max(LAYOUTS)
-        options.memory_gib = options.memory_gib or H200_GIB
-        return
+    if options.dry:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     there = torch.cuda.device_count()
+    if options.dry or (options.list and there < (options.gpus or min(LAYOUTS))):
+        options.gpus = options.gpus or max(LAYOUTS)
+        options.memory_gib = options.memory_gib or H200_GIB
+        return
     fitting = [gpus for gpus in LAYOUTS if gpus <= there]
     options.gpus = options.gpus or max(fitting, default=0)
     if options.gpus not in fitting:

@@ -2,6 +2,7 @@
 
 The command is the one that a user would type, on mock data; times are read from its --metrics-file. Printed: seconds from launch to the
 end of the first iteration, then medians of the last 10 of 20 iterations (ms, TFLOP/s per GPU, MFU, tokens per second) and peak memory.
+Flags that are not its own go to the trainer: `train.py llama8L --cuda-graph-impl full_iteration`.
 --breakdown adds two steps after those, profiled: their kernels by kind, against the floor. --profile FOLDER keeps the trace, for Perfetto.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from breakdown import breakdown, table
+from command_line import check_can_be_written, check_there_are_gpus, count, end_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST = 10
@@ -181,46 +183,15 @@ def _end(launcher: subprocess.Popen) -> None:
         launcher.wait()
 
 
-def end_on_sigterm() -> None:
-    """A request to end unwinds the program as Ctrl-C does, so that what it started ends and what it found is printed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-
-
-def check_there_are_gpus(parser: argparse.ArgumentParser, needed: int) -> None:
-    """Ends the program, in one line, where this host has fewer."""
-    import torch
-
-    if torch.cuda.device_count() < needed:
-        parser.error(f"this host has {torch.cuda.device_count()} GPUs, and {needed} are needed")
-
-
-def check_can_be_written(parser: argparse.ArgumentParser, path: str | Path | None) -> None:
-    """Ends the program before anything is measured."""
-    if path is None:
-        return
-    file = Path(path).absolute()
-    if not file.parent.is_dir():
-        parser.error(f"--json {path}: there is no folder {file.parent}")
-    if file.is_dir():
-        parser.error(f"--json {path}: is a folder; give a file (works: {file / 'numbers.json'})")
-    try:
-        with tempfile.TemporaryFile(dir=file.parent):
-            pass
-    except OSError as error:
-        parser.error(f"--json {path}: {file.parent} cannot be written to: {error.strerror}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(CONFIGURATIONS))
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--iterations", type=count, default=20)
+    parser.add_argument("--processes", type=count, default=1)
     parser.add_argument("--json", help="write the numbers to this file too")
     parser.add_argument("--breakdown", action="store_true", help="profile two steps more, and print their kernels by kind")
     parser.add_argument("--profile", metavar="FOLDER", help="the same, and keep the trace there")
     options, extra = parser.parse_known_args()
-    if options.iterations < 1 or options.processes < 1:
-        parser.error(f"--iterations {options.iterations} and --processes {options.processes} must be at least 1")
     check_there_are_gpus(parser, options.processes if options.name != "tiny" else 0)
     check_can_be_written(parser, options.json)
     end_on_sigterm()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from train import RunFailed, check_can_be_written, check_there_are_gpus, end_on_sigterm, run
+from command_line import check_can_be_written, check_there_are_gpus, count, end_on_sigterm
+from train import RunFailed, run
 
 # name -> (extra flags, the peer's ms per iteration on two H200s)
 LAYOUTS = {
@@ -45,7 +46,7 @@ CONFIGURATION = {"moe8x EP2": "moe8x"}  # the others: llama8L
 def main() -> int:
     """The exit code: 1 where a layout failed; the table has the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--iterations", type=count, default=14)
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="LAYOUT", help=" | ".join(LAYOUTS))
     parser.add_argument("--json", help="write the numbers to this file too")
     options = parser.parse_args()

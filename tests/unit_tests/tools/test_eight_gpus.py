@@ -23,6 +23,7 @@ from tools.benchmark.eight_gpus import Budget, Row
 
 sys.path.insert(0, str(ROOT / "tools" / "benchmark"))
 
+import command_line
 import step_trace
 import train
 from eight_gpus_results import Results
@@ -91,6 +92,15 @@ def test_a_part_begins_only_what_it_has_time_for() -> None:
     assert not budget.refusal(80) and budget.refusal(110) == "skipped: takes about 110 s, 80 s are left"
     now[0] += 200
     assert budget.refusal(1) == "skipped: takes about 1 s, 0 s are left"
+
+
+def test_eight_minutes_hold_all_rows_of_the_most_gpus() -> None:
+    """The order is by what says most; of two GPUs some rows need a second run, into the same file."""
+    for part, rows in eight_gpus.ROWS.items():
+        assert sum(row.seconds for row in rows(8, MEMORY) if part != "scaling" or row.gpus in (1, 8)) <= 480
+    names = [row.name for row in eight_gpus.scaling_rows(8, MEMORY)]
+    assert names[0] == eight_gpus.ALONE and "by copies 8" in names[3] and [name[-1] for name in names[-2:]] == ["4", "2"]
+    assert all("by copies" in name for name in names[-2:])
 
 
 @pytest.mark.parametrize("gpus", SIZES)
@@ -310,10 +320,21 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys
         (Path("/proc/a.json"), "/proc cannot"),
     ):
         with pytest.raises(SystemExit):
-            train.check_can_be_written(parser, path)
+            command_line.check_can_be_written(parser, path)
         assert said in capsys.readouterr().err
-    train.check_can_be_written(parser, tmp_path / "a.json")
+    command_line.check_can_be_written(parser, tmp_path / "a.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_nothing_are_refused(capsys: pytest.CaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=command_line.count)
+    parser.add_argument("--minutes", type=command_line.positive)
+    for line in (["--rounds", "0"], ["--rounds", "two"], ["--minutes", "nan"], ["--minutes", "-1"], ["--minutes", "inf"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(line)
+        assert line[0] in capsys.readouterr().err
+    assert parser.parse_args(["--rounds", "1", "--minutes", "0.5"]) == argparse.Namespace(rounds=1, minutes=0.5)
 
 
 def test_why_a_row_has_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
