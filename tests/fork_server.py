@@ -9,10 +9,10 @@ import os
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from unittest import mock
 
-from tests.conftest import ROOT
-
+ROOT = Path(__file__).resolve().parent.parent  # not conftest's, which needs pytest: tools/benchmark/eight_gpus.py does without
 METHOD = "forkserver"  # of multiprocessing
 PRELOADED = "tests.preloaded"
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
+from command_line import check_can_be_written, count
 from torch import nn
 
 from megatron.core.utils import unwrap_model
@@ -149,11 +150,12 @@ def measure(step: Callable[[], float], steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each loop")
-    parser.add_argument("--steps", type=int, default=3, help="steps of one turn")
+    parser.add_argument("--threads", type=count, default=2)
+    parser.add_argument("--rounds", type=count, default=7, help="turns of each loop")
+    parser.add_argument("--steps", type=count, default=3, help="steps of one turn")
     parser.add_argument("--json", help="write the numbers to this file too")
     options = parser.parse_args()
+    check_can_be_written(parser, options.json)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(options.threads)
     ours, model = make_ours()

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from command_line import count, positive
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -136,9 +137,11 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Saving and loading against plain files.")
     parser.add_argument("--folder", help="on the disk to measure; default: a temporary one")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the state")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--scale", type=positive, default=1.0, help="of the state")
     given = parser.parse_args()
+    if given.folder is not None and not Path(given.folder).is_dir():
+        parser.error(f"--folder {given.folder}: there is no such folder")
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         bench = Bench(Path(name), given.scale)
         try:

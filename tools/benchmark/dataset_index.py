@@ -17,6 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from command_line import count
+
 from megatron.core.datasets.helpers import build_gpt_indices, count_samples, plan_epochs
 
 SEED = 1234
@@ -63,10 +65,10 @@ def peak_memory(arguments: list[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=5_000_000)
-    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--documents", type=count, default=5_000_000)
+    parser.add_argument("--seq-length", type=count, default=4096)
     parser.add_argument("--epochs", type=float, nargs="+", default=[1.0, 3.3])
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many")
+    parser.add_argument("--rounds", type=count, default=5, help="the median of so many")
     parser.add_argument("--only-build", action="store_true", help="build once and print the peak of resident memory in KiB")
     args = parser.parse_args()
     lengths = make_lengths(args.documents)

@@ -20,6 +20,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from command_line import count
+
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -93,13 +95,13 @@ def samples_of_a_loader(dataset: GPTDataset, count: int, micro_batch: int, worke
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpora", type=int, default=10)
-    parser.add_argument("--samples", type=int, default=20_000_000, help="of the blend")
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="of the corpus that samples are read from")
-    parser.add_argument("--reads", type=int, default=16_000, help="samples to read at most")
+    parser.add_argument("--corpora", type=count, default=10)
+    parser.add_argument("--samples", type=count, default=20_000_000, help="of the blend")
+    parser.add_argument("--seq-length", type=count, default=4096)
+    parser.add_argument("--tokens", type=count, default=100_000_000, help="of the corpus that samples are read from")
+    parser.add_argument("--reads", type=count, default=16_000, help="samples to read at most")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many")
+    parser.add_argument("--rounds", type=count, default=5, help="the median of so many")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"numpy {np.__version__}, {len(os.sched_getaffinity(0))} cores, load {load:.1f} at the start")

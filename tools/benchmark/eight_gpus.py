@@ -5,18 +5,21 @@ Four parts, each at most --minutes long; a row that would not end in time is ski
   llama8b   LLaMA-3 8B, bf16 and FP8: context and data parallel, data parallel
   mixtral   Mixtral 8x7B, as many layers as fit, bf16 and FP8: expert parallel, pipeline and expert parallel
   scaling   llama8L (train.py) on one GPU and on 2, 4, 8 by each axis; communication that nothing hides, of rank 0
+            (`TP by copies`: --tp-comm-overlap)
 Two, four or eight GPUs: what is there, or --gpus. --dry: the same rows with tiny models, processes on the CPU over gloo, to try the script.
---json FILE has every row as soon as it is measured.
+--list prints the rows and runs nothing. --json FILE has every row as soon as it is measured and keeps those of earlier runs: parts can go
+one by one into one file. What the trainers print goes to the folder FILE.logs. Exit code 1: a row failed; the table comes all the same.
 """
 
 import argparse
-import json
 import os
+import re
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import step_trace
-from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, check_can_be_written, run
+from command_line import check_can_be_written, end_on_sigterm, positive
+from eight_gpus_results import ALONE, SKIPPED, Results, table
+from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, run
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FP8 = "--fp8-format hybrid --fp8-recipe delayed"
@@ -44,6 +49,8 @@ LAYOUTS = {
     + ("ep8", "ep4 etp2", "tp2 sp ep4"),
 }
 LAYOUT_SECONDS = 40  # that a row of the layouts is expected to take at most
+LATE = 90  # seconds beyond what a row is expected to take, after which it is ended: one that hangs must not take all others' time
+H200_GIB = 139.0
 
 
 @dataclass(frozen=True)
@@ -102,18 +109,20 @@ AXES: dict[str, Callable[[int], str]] = {
     "CP": lambda n: f"--context-parallel-size {n} {SHARDED} --seq-length {8192 * n} --max-position-embeddings {8192 * n}",
 }
 GOALS = {"DP": ("efficiency", 0.95), "TP": ("efficiency", 0.75)}  # of the kinds of them, on eight GPUs
-ALONE = "llama8L, one GPU"
 
 
 def scaling_rows(gpus: int, memory_gib: float) -> Iterator[Row]:
-    """One GPU first, then the most: what time is left for is what says most."""
-    common: dict[str, Any] = {"configuration": "llama8L", "seconds": 36, "warmup": 4, "iterations": 8, "profile": True}
-    yield Row(ALONE, gpus=1, flags="", **common)
-    for n in (8, 4, 2):
-        for axis, flags in AXES.items():
-            if n <= gpus:
-                yield Row(f"llama8L, {axis}{n}", gpus=n, flags=flags(n), goal=GOALS.get(axis[:2]) if n == 8 else None, **common)
+    """One GPU first, then the most: what time is left for is what says most. Fewer GPUs than all by copies: last."""
+    common: dict[str, Any] = {"configuration": "llama8L", "warmup": 3, "iterations": 6, "profile": True}
+    yield Row(ALONE, gpus=1, flags="", seconds=36, **common)
+    order = [(n, axis) for n in (8, 4, 2) for axis in AXES if n <= gpus]
+    for n, axis in sorted(order, key=lambda pair: pair[0] < gpus and "copies" in pair[1]):
+        goal = GOALS.get(axis[:2]) if n == 8 else None
+        yield Row(f"llama8L, {axis}{n}", gpus=n, flags=AXES[axis](n), seconds=36 + LONGER.get(axis, 0) * (n - 1), goal=goal, **common)
 
+
+# seconds that each GPU more adds: along PP a step has twice the samples and waits for the output head, along CP attention grows
+LONGER = {"PP": 5, "CP": 2}
 
 ROWS = {"llama8b": llama8b_rows, "mixtral": mixtral_rows, "scaling": scaling_rows}
 PARTS = ("layouts", *ROWS)
@@ -171,7 +180,7 @@ class Budget:
 
     def refusal(self, seconds: float) -> str:
         """Why what takes `seconds` is not begun; empty: it is."""
-        return "" if seconds <= self.left else f"skipped: takes about {seconds:.0f} s, {max(0.0, self.left):.0f} s are left"
+        return "" if seconds <= self.left else f"{SKIPPED}: takes about {seconds:.0f} s, {max(0.0, self.left):.0f} s are left"
 
 
 # --- running them ---
@@ -179,8 +188,8 @@ class Budget:
 NOT_BUILT = ("unknown flag", "does not support yet")  # what the trainer says of a flag
 
 
-def measure(row: Row, budget: Budget, dry: bool) -> dict[str, Any]:
-    """The numbers of a row, or under "result" why there are none."""
+def measure(row: Row, budget: Budget, dry: bool, logs: Path) -> dict[str, Any]:
+    """The numbers of a row, or under "result" why there are none. `logs`: the folder for what the trainer prints."""
     try:
         resolved(row, TINY if dry else "")
     except ValueError as error:
@@ -190,17 +199,36 @@ def measure(row: Row, budget: Budget, dry: bool) -> dict[str, Any]:
         return {"result": refusal}
     extra = shlex.split(f"{row.flags} {row.optional} {TINY if dry else ''}")
     warmup, iterations = (1, 1) if dry else (row.warmup, row.iterations)
+    limit_s = budget.left if dry else min(budget.left, row.seconds + LATE)
+    log = logs / (re.sub(r"\W+", "_", row.name) + ".log")
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) if row.profile else None
         try:
-            numbers = run(row.configuration, warmup + iterations, row.gpus, extra, profile, limit_s=budget.left, last=iterations)
+            numbers = run(row.configuration, warmup + iterations, row.gpus, extra, profile, limit_s=limit_s, last=iterations, log=log)
         except RunFailed as error:
             return {"result": f"{'out of time' if budget.left <= 0 else 'failed'}: {error}"}
-        found = step_trace.waiting(step_trace.read(profile / "profile" / "rank-0.json.gz"), PROFILED) if profile else None
+        traced, lack = waiting_of(profile / "profile" / "rank-0.json.gz") if profile else ({}, "")
     numbers["tokens_per_second_per_gpu"] = numbers["tokens_per_second"] / row.gpus
-    if found is not None:
-        numbers |= asdict(found) | {"all_to_all_share": found.all_to_all_ms / numbers["elapsed_ms"]}
-    return numbers | {"result": "measured"}
+    return numbers | traced | {"flags": shlex.join(extra), "result": f"measured{lack}"}
+
+
+def waiting_of(trace: Path) -> tuple[dict[str, float], str]:
+    """(step_trace's numbers, none on a CPU, and what is wrong with the trace): the step's own numbers do not go with them."""
+    try:
+        found = step_trace.waiting(step_trace.read(trace), PROFILED)
+        return ({} if found is None else asdict(found) | {"all_to_all_share": found.all_to_all_ms / found.profiled_ms}), ""
+    except Exception as error:
+        traceback.print_exc()
+        return {}, f", without its trace: {type(error).__name__}: {error}"
+
+
+def unless_it_raises(measuring: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns; where it raises, a row that says so: the rows after it are measured, and the table comes."""
+    try:
+        return measuring(*arguments)
+    except Exception as error:
+        traceback.print_exc()
+        return {"result": f"failed: {type(error).__name__}: {error}"}
 
 
 def measure_layout(name: str, budget: Budget, dry: bool) -> list[dict[str, Any]]:
@@ -212,7 +240,8 @@ def measure_layout(name: str, budget: Budget, dry: bool) -> list[dict[str, Any]]
         return [{"result": refusal}]
     dtypes, backend = layouts.GPU_TOLERANCES, "gloo" if dry else "nccl"
     try:
-        results = comparison.trained(layout, list(dtypes), backend=backend, timeout=budget.left)
+        limit_s = budget.left if dry else min(budget.left, LAYOUT_SECONDS + LATE)
+        results = comparison.trained(layout, list(dtypes), backend=backend, timeout=limit_s)
         problems = comparison.report(layout, results, dtypes, backend)
         largest = comparison.largest(layout, results, backend)
     except AssertionError as error:
@@ -235,15 +264,13 @@ def layout_names(gpus: int) -> Iterator[tuple[str, int]]:
             yield from ((name, ranks) for name in LAYOUTS[ranks])
 
 
-def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
-    """To the rows of scaling: FLOPs a second of a GPU, relative to one GPU alone."""
-    alone = next((row["tflops"] for row in rows if row["row"] == ALONE and row.get("tflops")), None)
-    for row in rows:
-        if alone and row["part"] == "scaling" and row.get("tflops"):
-            row["efficiency"] = row["tflops"] / alone
+def names_of(part: str, options: argparse.Namespace) -> list[str]:
+    if part == "layouts":
+        return [name for name, _ in layout_names(options.gpus)]
+    return [row.name for row in ROWS[part](options.gpus, options.memory_gib)]
 
 
-def run_part(part: str, options: argparse.Namespace, keep: Callable[..., None]) -> None:
+def run_part(part: str, options: argparse.Namespace, logs: Path, keep: Callable[..., None]) -> None:
     budget = Budget(60 * options.minutes)
 
     def wanted(name: str) -> bool:
@@ -252,91 +279,19 @@ def run_part(part: str, options: argparse.Namespace, keep: Callable[..., None]) 
     if part == "layouts":
         for name, ranks in layout_names(options.gpus):
             if wanted(name):
-                for row in measure_layout(name, budget, options.dry):
+                found = unless_it_raises(measure_layout, name, budget, options.dry)
+                for row in [found] if isinstance(found, dict) else found:
                     keep(row=name, part=part, gpus=ranks, **row)
         if "tests.distributed" in sys.modules:  # the processes hold memory of the GPUs
             sys.modules["tests.distributed"].ranks("gloo" if options.dry else "nccl").close()
         return
-    for found in ROWS[part](options.gpus, options.memory_gib):
-        if wanted(found.name):
-            keep(row=found.name, part=part, gpus=found.gpus, goal=found.goal, **measure(found, budget, options.dry))
+    for row in ROWS[part](options.gpus, options.memory_gib):
+        if wanted(row.name):
+            found = unless_it_raises(measure, row, budget, options.dry, logs)
+            keep(row=row.name, part=part, gpus=row.gpus, goal=row.goal, **found)
 
 
-# --- the table ---
-
-
-def verdict(row: dict[str, Any]) -> str:
-    """The goal of a row, and whether it is reached."""
-    if row.get("goal") is None:
-        return ""
-    name, least = row["goal"]
-    value = row.get(name)
-    return f"{name} >= {least:.2f}: " + ("not measured" if value is None else "reached" if value >= least else f"missed, {value:.3f}")
-
-
-def layouts_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = [f"{'layout':26} {'ranks':>5} {'dtype':9} {'first loss':>11} {'later loss':>11} {'grad. norm':>11} {'gradient':>11}  result"]
-    for row in rows:
-        differences = row.get("differences", {})
-        cells = [f"{differences[kind]:11.1e}" if kind in differences else f"{'-':>11}" for kind in KINDS]
-        lines.append(f"{row['row']:26} {row['gpus']:5d} {row.get('dtype', '-'):9} {' '.join(cells)}  {row['result']}")
-    return lines
-
-
-KINDS = ("first loss", "later loss", "gradient norm", "gradient")
-# heading, number of a row, format
-COLUMNS = (
-    ("ms", "elapsed_ms", ",.0f"),
-    ("tokens/s/GPU", "tokens_per_second_per_gpu", ",.0f"),
-    ("TFLOP/s", "tflops", ".1f"),
-    ("MFU", "mfu", ".1%"),
-    ("GiB", "peak_memory_gib", ".1f"),
-    ("comm. ms", "communication_ms", ".1f"),
-    ("exposed", "exposed_ms", ".1f"),
-    ("idle", "idle_ms", ".1f"),
-    ("all-to-all", "all_to_all_share", ".1%"),
-    ("efficiency", "efficiency", ".3f"),
-)
-
-
-def trainings_table(rows: Sequence[dict[str, Any]], goals: bool) -> list[str]:
-    wide = max([len(row["row"]) for row in rows] + [3])
-    lines = [f"{'row':{wide}} GPUs " + " ".join(f"{heading:>{max(8, len(heading))}}" for heading, _, _ in COLUMNS) + "  result"]
-    for row in rows:
-        cells = []
-        for heading, key, form in COLUMNS:
-            value = row.get(key)
-            shown = "-" if value is None or (key == "all_to_all_share" and row["part"] != "mixtral") else format(value, form)
-            cells.append(f"{shown:>{max(8, len(heading))}}")
-        result = "; ".join(filter(None, (row["result"].splitlines()[0], verdict(row) if goals else "")))
-        lines.append(f"{row['row']:{wide}} {row['gpus']:4d} {' '.join(cells)}  {result}")
-    return lines
-
-
-LAYOUTS_HEAD = "Layouts: the largest relative difference of any rank, step and model from one process"
-TRAININGS_HEAD = (
-    "Trainings. Of a step on rank 0: communication with its waiting for other ranks, exposed (no other kernel runs), idle (no kernel at "
-    "all), ms.\nMemory: the last rank's peak. MFU: against the bf16 peak. Efficiency: TFLOP/s of a GPU relative to one GPU alone."
-)
-
-
-def table(rows: Sequence[dict[str, Any]], dry: bool) -> str:
-    """For people: layouts, then trainings."""
-    lines = ["DRY: tiny models on the CPU over gloo; no time or rate below means anything"] if dry else []
-    layouts = [row for row in rows if row["part"] == "layouts"]
-    trainings = [row for row in rows if row["part"] != "layouts"]
-    if layouts:
-        lines += ["", LAYOUTS_HEAD, *layouts_table(layouts)]
-    if trainings:
-        lines += ["", TRAININGS_HEAD, *trainings_table(trainings, goals=not dry)]
-    return "\n".join(lines)
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
-    """Whole or not at all, however the run is cut."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps({"machine": machine, "rows": list(rows)}, indent=1))
-    os.replace(beside, path)
+# --- the command line ---
 
 
 def parse() -> argparse.Namespace:
@@ -344,48 +299,94 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--only", nargs="+", metavar="ROW", help="of the parts' rows only these")
     parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), help="default: the most that there are; 8 with --dry")
-    parser.add_argument("--minutes", type=float, default=8, help="that a part may take")
-    parser.add_argument("--memory-gib", type=float, default=139, help="of a GPU: decides how many layers fit (default: an H200's)")
+    parser.add_argument("--minutes", type=positive, default=8, help="that a part may take (default: 8)")
+    parser.add_argument(
+        "--memory-gib",
+        type=positive,
+        help=f"of a GPU: decides how many layers fit (default: what is there; --dry: {H200_GIB}, an H200's)",
+    )
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU")
-    parser.add_argument("--json", type=Path, help="write the rows to this file too, after each")
+    parser.add_argument("--list", action="store_true", help="print the rows and end")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file too, after each")
     options = parser.parse_args()
     check_can_be_written(parser, options.json)
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast, which not every host lets a process use
+    look_for_gpus(parser, options)
+    options.part = list(dict.fromkeys(options.part))
+    rows = {name for part in options.part for name in names_of(part, options)}
+    if absent := set(options.only or ()) - rows:
+        there = ", ".join(options.part)
+        parser.error(f"not a row of {there} on {options.gpus} GPUs: {'; '.join(sorted(absent))} (--list prints the rows)")
+    return options
+
+
+def look_for_gpus(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """How many GPUs the rows are for, and with how much memory; ends the program where there are too few."""
     if options.dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        options.gpus = options.gpus or max(LAYOUTS)
-        return options
     import torch
 
     there = torch.cuda.device_count()
+    if options.dry or (options.list and there < (options.gpus or min(LAYOUTS))):
+        options.gpus = options.gpus or max(LAYOUTS)
+        options.memory_gib = options.memory_gib or H200_GIB
+        return
     fitting = [gpus for gpus in LAYOUTS if gpus <= there]
     options.gpus = options.gpus or max(fitting, default=0)
     if options.gpus not in fitting:
         parser.error(f"this host has {there} GPUs, and {options.gpus or min(LAYOUTS)} are needed; --dry needs none")
-    return options
+    smallest = min(torch.cuda.get_device_properties(index).total_memory for index in range(options.gpus))
+    options.memory_gib = options.memory_gib or smallest / 2**30
 
 
-def main() -> None:
+def print_rows(options: argparse.Namespace) -> None:
+    for part in options.part:
+        if part == "layouts":
+            for name, ranks in layout_names(options.gpus):
+                print(f"{part:8} {name!r}: {ranks} GPUs, at most {LAYOUT_SECONDS} s")
+            continue
+        for row in ROWS[part](options.gpus, options.memory_gib):
+            print(f"{part:8} {row.name!r}: {row.gpus} GPUs, about {row.seconds} s, {row.configuration} {row.flags} {row.optional}")
+
+
+def main() -> int:
+    """The exit code: 1 where a row failed."""
     options = parse()
+    if options.list:
+        print_rows(options)
+        return 0
     import torch
 
     from megatron.core import device
 
     machine = {"device": device.device_name(), "gpus": options.gpus, "torch": torch.__version__, "dry": options.dry}
-    rows: list[dict[str, Any]] = []
+    try:
+        results = Results(options.json, machine)
+    except ValueError as error:
+        sys.exit(f"--json {error}")
+    logs = Path(tempfile.mkdtemp(prefix="eight_gpus_")) if options.json is None else options.json.with_name(options.json.name + ".logs")
+    logs.mkdir(exist_ok=True)
+    print(f"what the trainers print: {logs}", flush=True)
 
     def keep(**row: Any) -> None:
-        rows.append(row)
-        add_efficiency(rows)
-        if options.json:
-            write(options.json, rows, machine)
+        print(f"{row['row']}: {row['result']}", flush=True)
+        try:
+            results.keep(**row, at=time.strftime("%Y-%m-%d %H:%M:%S"))
+        except OSError as error:  # a full disk must not end the measuring: the table is still to come
+            print(f"--json {options.json}: not written: {error}", flush=True)
 
-    for part in options.part:
-        run_part(part, options, keep)
-    print(machine, table(rows, options.dry), sep="\n", flush=True)
-    if absent := set(options.only or ()) - {row["row"] for row in rows}:
-        sys.exit(f"not a row of {', '.join(options.part)} on {options.gpus} GPUs: {', '.join(sorted(absent))}")
+    end_on_sigterm()
+    try:
+        for part in options.part:
+            run_part(part, options, logs, keep)
+    finally:  # also when it is stopped
+        print(machine, table(results.rows, options.dry), sep="\n", flush=True)
+    if skipped := results.skipped():
+        print("skipped, to be run by", shlex.join(["--only", *skipped]))
+    if failed := results.failed():
+        print("failed:", "; ".join(failed))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

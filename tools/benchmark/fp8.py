@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from train import check_there_are_gpus
+from command_line import check_there_are_gpus
 
 from megatron.core.fp8 import cublaslt, gemm, grouped
 from megatron.core.fp8.formats import E4M3, E5M2

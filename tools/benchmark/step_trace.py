@@ -42,6 +42,7 @@ class Waiting:
     exposed_ms: float  # of it, while no other kernel ran
     all_to_all_ms: float
     idle_ms: float  # no kernel at all, between the first and the last
+    profiled_ms: float  # from the first to the last: profiled steps take longer than others, so shares are of these
 
 
 def is_all_to_all(event: dict) -> bool:
@@ -60,8 +61,8 @@ def waiting(events: Iterable[dict], steps: int) -> Waiting | None:
     communication = [span for span, yes in zip(spans, communicates) if yes]
     work = [span for span, yes in zip(spans, communicates) if not yes]
     all_to_all = [span for span, event, yes in zip(spans, kernels, communicates) if yes and is_all_to_all(event)]
-    idle = max(end for _, end in spans) - min(start for start, _ in spans) - covered(spans)
-    times = (covered(communication), exposed(communication, work), covered(all_to_all), idle)
+    span = max(end for _, end in spans) - min(start for start, _ in spans)
+    times = (covered(communication), exposed(communication, work), covered(all_to_all), span - covered(spans), span)
     return Waiting(*(time / 1e3 / steps for time in times))
 
 

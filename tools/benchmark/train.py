@@ -2,12 +2,17 @@
 
 The command is the one that a user would type, on mock data; times are read from its --metrics-file. Printed: seconds from launch to the
 end of the first iteration, then medians of the last 10 of 20 iterations (ms, TFLOP/s per GPU, MFU, tokens per second) and peak memory.
+Flags that are not its own go to the trainer: `train.py llama8L --cuda-graph-impl full_iteration`.
 --breakdown adds two steps after those, profiled: their kernels by kind, against the floor. --profile FOLDER keeps the trace, for Perfetto.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
+import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -19,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from breakdown import breakdown, table
+from command_line import check_can_be_written, check_there_are_gpus, count, end_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST = 10
@@ -80,38 +86,38 @@ class RunFailed(SystemExit):
 
 
 def run(
-    name: str, iterations: int, processes: int, extra: list[str], profile: Path | None = None, limit_s: float = inf, last: int = LAST
+    name: str,
+    iterations: int,
+    processes: int,
+    extra: list[str],
+    profile: Path | None = None,
+    limit_s: float = inf,
+    last: int = LAST,
+    log: Path | None = None,
 ) -> dict:
-    """Run it and return the numbers, medians of the `last` iterations. The trainer's own output goes to ours.
+    """Run it and return the numbers, medians of the `last` iterations.
 
-    `profile`: a folder for the kernels of two steps more. `limit_s`: seconds after which it is ended. Raises RunFailed.
+    `profile`: a folder for the kernels of two steps more. `limit_s`: seconds after which it is ended. `log`: a file for the trainer's
+    output, which goes to ours otherwise. Raises RunFailed.
     """
     script, flags = CONFIGURATIONS[name]
     last_step = iterations
     if profile is not None:
         last_step += PROFILED
         steps = f"--profile-step-start {iterations} --profile-step-end {last_step}"
-        extra = [*extra, *f"--profile --use-pytorch-profiler {steps} --tensorboard-dir".split(), str(profile)]
+        extra = [*extra, *f"--profile --use-pytorch-profiler {steps} --tensorboard-dir".split(), str(profile.absolute())]
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [*launcher, script, *shlex.split(COMMON), *shlex.split(flags), "--train-iters", str(last_step)]
         command += ["--metrics-file", str(metrics), *extra]
         print("$ " + shlex.join(command), flush=True)
-        started = time.time()
-        process = subprocess.Popen(command, cwd=ROOT)
-        first = None
-        while process.poll() is None:
-            if first is None and metrics.exists() and metrics.stat().st_size:
-                first = time.time() - started
-            if time.time() - started > limit_s:
-                _end(process)
-                raise RunFailed(f"{name} was ended after {limit_s:.0f} s")
-            time.sleep(0.05)
-        if process.returncode:
-            raise RunFailed(f"{name} ended with code {process.returncode}")
+        first = _train(name, command, metrics, limit_s, log)
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     measured = [row for row in rows if "elapsed_ms" in row and row["iteration"] <= iterations][-last:]
+
+    if not measured:
+        raise RunFailed(f"{name} ended without an iteration that counts")
 
     def median(key: str) -> float | None:
         values = [row[key] for row in measured if row[key] is not None]
@@ -128,8 +134,47 @@ def run(
     }
 
 
+def _train(name: str, command: list[str], metrics: Path, limit_s: float, log: Path | None) -> float | None:
+    """Seconds to the first iteration. Whatever ends us ends the trainer too: it holds GPUs."""
+    first, started = None, time.time()
+    with contextlib.ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("w"))
+        errors = None if log is None else subprocess.STDOUT
+        # in a session of its own: a Ctrl-C would reach the launcher twice, and a second signal cuts its cleaning up
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True, preexec_fn=_ends_with_parent)
+        stack.callback(_end, process)
+        while process.poll() is None:
+            if first is None and metrics.exists() and metrics.stat().st_size:
+                first = time.time() - started
+            if time.time() - started > limit_s:
+                raise RunFailed(f"{name} was ended after {limit_s:.0f} s")
+            time.sleep(0.05)
+        if process.returncode:
+            raise RunFailed(f"{name} ended with code {process.returncode}" + ("" if log is None else f": {reason(log.read_text())}"))
+    return first
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def _ends_with_parent() -> None:
+    """In the launcher: it is asked to end when we are killed without being asked."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def reason(output: str) -> str:
+    """The line of a failed trainer's output that says most: its own first error, else the last one that looks like an error."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("ERROR: ")]
+    named = [line for line in lines if re.search(r"Error\b|exitcode *: -", line) and "ChildFailedError" not in line]
+    return (own[:1] or named[-1:] or lines[-1:] or ["no output"])[0]
+
+
 def _end(launcher: subprocess.Popen) -> None:
     """torchrun ends its processes when it is asked to end, and they hold GPUs: it gets time for it."""
+    if launcher.poll() is not None:
+        return
     launcher.terminate()
     try:
         launcher.wait(60)
@@ -138,33 +183,18 @@ def _end(launcher: subprocess.Popen) -> None:
         launcher.wait()
 
 
-def check_there_are_gpus(parser: argparse.ArgumentParser, needed: int) -> None:
-    """Ends the program, in one line, where this host has fewer."""
-    import torch
-
-    if torch.cuda.device_count() < needed:
-        parser.error(f"this host has {torch.cuda.device_count()} GPUs, and {needed} are needed")
-
-
-def check_can_be_written(parser: argparse.ArgumentParser, path: str | Path | None) -> None:
-    """Ends the program before anything is measured."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        parser.error(f"--json {path}: there is no folder {Path(path).absolute().parent}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(CONFIGURATIONS))
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--iterations", type=count, default=20)
+    parser.add_argument("--processes", type=count, default=1)
     parser.add_argument("--json", help="write the numbers to this file too")
     parser.add_argument("--breakdown", action="store_true", help="profile two steps more, and print their kernels by kind")
     parser.add_argument("--profile", metavar="FOLDER", help="the same, and keep the trace there")
     options, extra = parser.parse_known_args()
-    if options.iterations < 1 or options.processes < 1:
-        parser.error(f"--iterations {options.iterations} and --processes {options.processes} must be at least 1")
     check_there_are_gpus(parser, options.processes if options.name != "tiny" else 0)
     check_can_be_written(parser, options.json)
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.profile or scratch) if options.breakdown or options.profile else None
         numbers = run(options.name, options.iterations, options.processes, extra, folder)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from train import check_can_be_written, check_there_are_gpus, run
+from command_line import check_can_be_written, check_there_are_gpus, count, end_on_sigterm
+from train import RunFailed, run
 
 # name -> (extra flags, the peer's ms per iteration on two H200s)
 LAYOUTS = {
@@ -42,18 +43,25 @@ LAYOUTS = {
 CONFIGURATION = {"moe8x EP2": "moe8x"}  # the others: llama8L
 
 
-def main() -> None:
+def main() -> int:
+    """The exit code: 1 where a layout failed; the table has the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=14)
-    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--iterations", type=count, default=14)
+    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="LAYOUT", help=" | ".join(LAYOUTS))
     parser.add_argument("--json", help="write the numbers to this file too")
     options = parser.parse_args()
     check_there_are_gpus(parser, 2)
     check_can_be_written(parser, options.json)
-    rows = {}
+    end_on_sigterm()
+    rows: dict[str, dict] = {}
+    failed: dict[str, RunFailed] = {}
     for name in options.only:
         flags, peer = LAYOUTS[name]
-        rows[name] = run(CONFIGURATION.get(name, "llama8L"), options.iterations, 2, flags.split())
+        try:
+            rows[name] = run(CONFIGURATION.get(name, "llama8L"), options.iterations, 2, flags.split())
+        except RunFailed as error:
+            failed[name] = error
+            continue
         rows[name]["peer_ms"] = peer
         if options.json:
             Path(options.json).write_text(json.dumps(rows, indent=1))
@@ -61,7 +69,10 @@ def main() -> None:
     for name, row in rows.items():
         ratio = row["elapsed_ms"] / row["peer_ms"]
         print(f"{name:45} {row['elapsed_ms']:7.0f} {row['tflops']:8.1f} {row['peak_memory_gib']:6.1f} {row['peer_ms']:8d} {ratio:11.2f}")
+    for name, why in failed.items():
+        print(f"{name:45} failed: {why}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
