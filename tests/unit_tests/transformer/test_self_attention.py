@@ -1,10 +1,12 @@
 """SelfAttention from the projection to the core: the fast path of rotary positions against the plain one, and what it does not do."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core import device
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -99,3 +101,13 @@ def test_cosines_are_made_once_for_all_layers_and_micro_batches(settings: dict[s
         for _ in range(2):
             model(ids, None, None, labels=ids).mean().backward()
     assert seen.counts["cos"] == seen.counts["sin"] == 1
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_angles_that_a_recorded_graph_reads_outlive_another_length(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary = RotaryEmbedding(D, 1.0)
+    monkeypatch.setattr(device, "is_recording", lambda tensor: recorded)
+    alive = [weakref.ref(rotary(S)) for _ in range(2)]
+    monkeypatch.setattr(device, "is_recording", lambda tensor: False)
+    rotary(S + 1)
+    assert [each() is not None for each in alive] == [recorded, recorded]
