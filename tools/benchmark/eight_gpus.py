@@ -38,7 +38,6 @@ TINY = (  # of --dry, after all other flags; eight ranks divide it along every a
     "--num-layers 8 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-query-groups 8 --kv-channels 8 --seq-length 64 "
     "--max-position-embeddings 64 --vocab-size 255 --num-workers 0"
 )
-OPTIMIZER_BYTES = 12  # of a parameter: fp32 weight and Adam's two moments, which the distributed optimizer divides
 USABLE = 0.8  # of a GPU's memory: what the estimate counts; the rest is for buffers and uneven experts
 # Rows of the table of layouts, by the ranks that they take
 LAYOUTS = {
@@ -141,26 +140,10 @@ def resolved(row: Row, flags: str = "") -> argparse.Namespace:
     return validate_args(parse_args(argv=argv, defaults=LLAMA_DEFAULTS), LLAMA_DEFAULTS)
 
 
-def memory_bytes(args: argparse.Namespace) -> int:
-    """A rough count for a rank, with the distributed optimizer. A pipeline's first rank keeps parts of micro batches: one in all."""
-    from megatron.training import check_config
-
-    dense, experts = args.num_layers * check_config.layer_parameters(args), 0
-    if args.num_experts:
-        dense = args.num_layers * check_config.moe_layer_parameters(args)
-        experts = args.num_layers * args.num_experts * check_config.expert_parameters(args)
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    ranks = args.world_size // pipeline
-    held = dense // (tensor * pipeline) + (check_config.embedding_parameters(args) or 0) // tensor
-    expert_part = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    held_experts = experts // (expert_part * pipeline)
-    whole = check_config.state_bytes_per_parameter(args) - OPTIMIZER_BYTES
-    optimizer = OPTIMIZER_BYTES * (held * tensor + held_experts * expert_part) // ranks
-    return whole * (held + held_experts) + optimizer + check_config.activation_bytes(args) // args.context_parallel_size
-
-
 def layers_that_fit(row: Row, memory_gib: float) -> tuple[int, int]:
     """(layers, a multiple of four, that memory of `memory_gib` a GPU has room for; layers of the whole model)."""
+    from megatron.training.memory_estimate import memory_bytes
+
     whole = resolved(row).num_layers
     for layers in range(whole, 0, -4):
         if memory_bytes(resolved(row, f"--num-layers {layers}")) <= USABLE * memory_gib * 2**30:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.training.memory_estimate import memory_bytes
 from tests.conftest import ROOT
 from tests.parallel_equivalence import layouts
 from tools.benchmark import eight_gpus
@@ -120,7 +121,7 @@ def test_every_line_is_valid(gpus: int) -> None:
 def test_the_estimate_of_memory_is_near_what_was_measured() -> None:
     """docs/performance.md: llama8L on one H200 and with the distributed optimizer on two."""
     for flags, gpus, measured in (("", 1, 57.6), (f"{eight_gpus.SHARDED} --global-batch-size 8", 2, 42.0)):
-        estimated = eight_gpus.memory_bytes(eight_gpus.resolved(Row("", "llama8L", gpus, flags, 1))) / 2**30
+        estimated = memory_bytes(eight_gpus.resolved(Row("", "llama8L", gpus, flags, 1))) / 2**30
         assert measured <= estimated <= 1.1 * measured
 
 
@@ -132,8 +133,8 @@ def test_models_are_cut_by_name() -> None:
     fitting = [eight_gpus.layers_that_fit(row, memory)[0] for memory in (60, 80, 100, 139)]
     assert fitting == sorted(fitting) and fitting[0] < fitting[-1] == 32
     layers = fitting[1]
-    assert eight_gpus.memory_bytes(eight_gpus.resolved(row, f"--num-layers {layers}")) <= eight_gpus.USABLE * 80 * 2**30
-    assert eight_gpus.memory_bytes(eight_gpus.resolved(row, f"--num-layers {layers + 4}")) > eight_gpus.USABLE * 80 * 2**30
+    assert memory_bytes(eight_gpus.resolved(row, f"--num-layers {layers}")) <= eight_gpus.USABLE * 80 * 2**30
+    assert memory_bytes(eight_gpus.resolved(row, f"--num-layers {layers + 4}")) > eight_gpus.USABLE * 80 * 2**30
 
 
 def test_the_layouts_are_in_the_table_with_their_ranks() -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from megatron.core import device, optional_imports
-from megatron.training import arguments, check_config
+from megatron.training import arguments, model_size
 from megatron.training.argument_utils import UsageError, build_parser, check_tokens
 from megatron.training.arguments import apply_checkpoint_args, parse_args, validate_args, was_given
 from megatron.training.config import checks
@@ -636,7 +636,7 @@ def test_dry_run_reports_and_exits_with_0() -> None:
 def test_parameter_count_of_a_known_model() -> None:
     line = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 1024 --padded-vocab-size 50257"
     args = checked([*TINY, *line.split()])
-    total = 12 * check_config.layer_parameters(args) + (check_config.embedding_parameters(args) or 0)
+    total = 12 * model_size.layer_parameters(args) + (model_size.embedding_parameters(args) or 0)
     assert total == 124_439_808  # GPT-2 small, as published
 
 
@@ -658,14 +658,6 @@ def test_junk_between_flags_is_never_a_crash() -> None:
 
 def test_nearest_divisor_and_multiples() -> None:
     assert checks.multiples(7, 4) == [4, 8] and checks.multiples(3, 4) == [4] and checks.nearest_divisor(12, 5) == 4
-
-
-def test_tensor_parallelism_divides_the_estimate_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    lines = ("", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel")
-    args = (checked([*TINY, "--padded-vocab-size", "256", *line.split()]) for line in lines)
-    whole, split, tokens_split = map(check_config.activation_bytes, args)
-    assert whole / 2 == tokens_split < split < whole
 
 
 @pytest.mark.parametrize(

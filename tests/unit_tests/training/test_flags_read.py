@@ -19,7 +19,7 @@ PROGRAM = {
     path: path.read_text()
     for path in [*(ROOT / "megatron").rglob("*.py"), *ROOT.glob("pretrain_*.py")]
     # the rules about flags and the report of --check-config act on nothing
-    if "training/config/" not in path.as_posix() and path.name != "check_config.py"
+    if "training/config/" not in path.as_posix() and path.name not in ("check_config.py", "memory_estimate.py", "model_size.py")
 }
 # the core's checks of its configs are no use of them
 CORE = {path: text for path, text in PROGRAM.items() if "megatron/core/" in path.as_posix() and path.name != "model_parallel_config.py"}

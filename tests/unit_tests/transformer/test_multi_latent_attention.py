@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, rotary_embedding_of, softmax_scale_of
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.training import check_config
+from megatron.training import check_config, model_size
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from tests.unit_tests.training.lines import TINY, checked
 
@@ -313,7 +313,7 @@ def test_check_config_counts_the_models_parameters(more: str) -> None:
     args = checked([*TINY, *LINE.split(), *more.split()])
     config = core_transformer_config_from_args(args)
     model = GPTModel(config, get_gpt_decoder_block_spec(config, False), 128, 32, share_embeddings_and_output_weights=True)
-    counted = sum(check_config._layer_lines(args)[1:], start=check_config.embedding_parameters(args) or 0)  # type: ignore[arg-type]
+    counted = sum(model_size.parameters_of_layers(args)) + (model_size.embedding_parameters(args) or 0)
     assert counted == count_parameters(model) == sum(param.numel() for param in model.parameters())
     assert "roughly" in check_config.report(args)
 

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.param_sharding import build_param_table, coun
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_token_prediction import mtp_reports, shifted
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import check_config
+from megatron.training import model_size
 from megatron.training.arguments import core_transformer_config_from_args
 from tests.distributed import run_on_ranks
 from tests.unit_tests.training.lines import TINY, checked
@@ -256,7 +256,7 @@ def test_check_config_and_flops_count_it(more: str) -> None:
     block = get_gpt_decoder_block_spec(config, False)
     spec = get_gpt_mtp_block_spec(config, block, False)
     model = GPTModel(config, block, 128, 32, share_embeddings_and_output_weights=True, mtp_block_spec=spec)
-    counted = sum(check_config._layer_lines(args)[1:], start=check_config.embedding_parameters(args) or 0)  # type: ignore[arg-type]
+    counted = sum(model_size.parameters_of_layers(args)) + (model_size.embedding_parameters(args) or 0)
     assert counted == count_parameters(model) == sum(param.numel() for param in model.parameters())
     ids = torch.randint(0, 128, (1, 32))
     with FlopCounterMode(display=False) as counter:

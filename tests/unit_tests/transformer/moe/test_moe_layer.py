@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.settings import DISPATCHER_TYPES
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenCounts
-from megatron.training import check_config
+from megatron.training import model_size
 from megatron.training.argument_utils import build_parser
 from megatron.training.arguments import core_transformer_config_from_args
 from tests.unit_tests.training.lines import TINY, checked
@@ -138,7 +138,7 @@ def test_check_config_counts_the_models_parameters(more: str) -> None:
     args = checked([*TINY, *line.split()])
     config = core_transformer_config_from_args(args)
     model = GPTModel(config, get_gpt_decoder_block_spec(config, False), 128, 32, share_embeddings_and_output_weights=True)
-    counted = sum(check_config._layer_lines(args)[1:], start=check_config.embedding_parameters(args) or 0)  # type: ignore[arg-type]
+    counted = sum(model_size.parameters_of_layers(args)) + (model_size.embedding_parameters(args) or 0)
     assert counted == count_parameters(model) == sum(param.numel() for param in model.parameters())
 
 
