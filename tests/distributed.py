@@ -5,7 +5,6 @@
 
 import atexit
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -24,12 +23,7 @@ import torch.multiprocessing as mp
 
 from megatron.core import parallel_state
 from tests import fork_server
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.ports import free_port
 
 
 def _entry(rank: int, world_size: int, port: int, folder: str, env: dict[str, str], function: Callable, arguments: tuple) -> None:
@@ -61,7 +55,7 @@ def run_on_ranks(world_size: int, function: Callable, *arguments: Any) -> list[A
     with tempfile.TemporaryDirectory() as folder:
         try:
             fork_server.context()
-            work = (world_size, _free_port(), folder, dict(os.environ), function, arguments)
+            work = (world_size, free_port(), folder, dict(os.environ), function, arguments)
             mp.start_processes(_entry, work, nprocs=world_size, start_method=fork_server.METHOD)
         except Exception as error:
             errors = sorted(Path(folder).glob("*.error"))

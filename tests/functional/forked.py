@@ -17,7 +17,8 @@ from typing import Any
 from megatron.training.callbacks.plot import PlotCurves
 from tests import fork_server
 from tests.conftest import ROOT
-from tests.functional.runner import TINY, WAIT, Result, argv, environment, free_port, read_rows
+from tests.functional.runner import TINY, WAIT, Result, argv, environment, read_rows
+from tests.ports import free_port
 
 SHOWN = 3000  # characters of a rank's output in a message
 

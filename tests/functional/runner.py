@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.core.dist_checkpointing import load_plain_tensors
 from tests.conftest import ROOT
+from tests.ports import free_port
 
 VOCAB = 100  # NullTokenizer: ids 0 .. 99, and 100 ends documents
 LEARNING = "--train-iters 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1"
@@ -136,12 +136,6 @@ def environment(on_gpu: bool = False, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_"))}
     hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | hidden | more
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def torchrun(processes: int, *words: str | Path, script: str = "pretrain_gpt.py", base: str = TINY, on_gpu: bool = False) -> Result:
