@@ -135,10 +135,11 @@ def _cos_sin_of_pairs(freqs: torch.Tensor, dtype: torch.dtype, interleaved: bool
     if device.is_recording(freqs) or freqs.is_inference() or torch.is_inference_mode_enabled():
         return make()
     key = (freqs._version, dtype, interleaved, mscale)
-    if freqs not in _made or _made[freqs][0] != key:
+    made = _made.get(freqs)
+    if made is None or made[0] != key:
         with torch.no_grad():
-            _made[freqs] = (key, make())
-    return _made[freqs][1]
+            made = _made[freqs] = (key, make())
+    return made[1]
 
 
 def _cos_sin(angles: torch.Tensor, dtype: torch.dtype, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:

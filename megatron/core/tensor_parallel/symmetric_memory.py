@@ -19,7 +19,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -30,6 +30,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 logger = logging.getLogger(__name__)
 Wait = Callable[[], None]
+Made = TypeVar("Made")
 ALIGNMENT = 4096  # bytes, of a piece's place
 FLAG_BYTES = 64  # a flag each for the ranks
 
@@ -62,14 +63,7 @@ class PeerMemory:
         self.rank, self.size, self.capacity = get_pg_rank(group), get_pg_size(group), capacity
         self._flags = 2 * self.size * capacity
         nbytes = self._flags + self.size * FLAG_BYTES
-        own, problem = None, None
-        try:
-            own = _allocate(nbytes)
-        except (RuntimeError, ImportError, AttributeError, OSError) as error:
-            problem = _in_a_line(error)
-        problem = _first(problem, group)
-        if own is None or problem is not None:  # on all ranks: none waits in the rendezvous for one that has no memory
-            raise RuntimeError(problem)
+        own = _on_all(group, lambda: _allocate(nbytes))  # none waits in the rendezvous for a rank that has no memory
         from torch.distributed import _symmetric_memory
 
         self._handle = _symmetric_memory.rendezvous(own, group)
@@ -293,27 +287,33 @@ def _find(group: dist.ProcessGroup, nbytes: int) -> Exchange | None:
     dist.all_gather_object(ranks, mine, group=group)
     problem, found = _obstacle(ranks), None
     if problem is None:
+        to_group = ref(group)  # a group that its exchange held would never go
+
+        def exchange() -> Exchange:
+            return Exchange(lambda capacity: PeerMemory(to_group(), capacity), nbytes, device.copy_stream(), device.current_stream)
+
         try:
-            to_group = ref(group)  # a group that its exchange held would never go
-            found = Exchange(lambda capacity: PeerMemory(to_group(), capacity), nbytes, device.copy_stream(), device.current_stream)
-        except (RuntimeError, ImportError, AttributeError, OSError) as error:
-            problem = _in_a_line(error)
-        problem = _first(problem, group)
+            found = _on_all(group, exchange)
+        except RuntimeError as error:
+            problem = str(error)
     if get_pg_rank(group) == 0:
         how = "copy engines and symmetric memory" if problem is None else f"chunks over NCCL, not symmetric memory: {problem}"
         logger.info("tensor-parallel communication behind products, ranks %s: %s", dist.get_process_group_ranks(group), how)
-    return found if problem is None else None
+    return found
 
 
-def _in_a_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
-    """Of the ranks' problems the first that there is. A collective."""
+def _on_all(group: dist.ProcessGroup, make: Callable[[], Made]) -> Made:
+    """What `make` returns. Where it fails on one rank, RuntimeError on all of them, with the first one's problem. A collective."""
+    problem: str | None = None
+    try:
+        made = make()
+    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+        problem = (str(error) or type(error).__name__).splitlines()[0]
     ranks: list[Any] = [None] * get_pg_size(group)
     dist.all_gather_object(ranks, problem, group=group)
-    return next((each for each in ranks if each is not None), None)
+    if problems := [each for each in ranks if each is not None]:
+        raise RuntimeError(problems[0])
+    return made
 
 
 def _obstacle(ranks: list[tuple[str, int, frozenset[int]]]) -> str | None:

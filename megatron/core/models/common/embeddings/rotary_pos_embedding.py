@@ -46,7 +46,7 @@ class RotaryEmbedding(torch.nn.Module):
         frequencies = 1.0 / rotary_base ** (torch.arange(0, width, 2, dtype=torch.float32, device=where) / width)
         self.inv_freq = stretch_frequencies(frequencies, rope_scaling_factor) if rope_scaling else frequencies
         self._cached: dict[tuple[int, int, int, int, torch.device], torch.Tensor] = {}
-        self._read_by_graphs: list[torch.Tensor] = []  # memory that CUDA graphs go on reading
+        self._read_by_graphs = dict(self._cached)  # of them, those that CUDA graphs go on reading
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """[s, width / 2]: position times frequency."""
@@ -71,11 +71,11 @@ class RotaryEmbedding(torch.nn.Module):
                     repeated = angles.repeat_interleave(2, dim=-1)
                 else:
                     repeated = torch.cat((angles, angles), dim=-1)
-                self._cached = {key: split_for_context_parallel(repeated, 0, rank, size)[:, None, None, :]}
-        angles = self._cached[key]
-        if device.is_recording(angles) and not any(kept is angles for kept in self._read_by_graphs):
-            self._read_by_graphs.append(angles)
-        return angles
+                repeated = split_for_context_parallel(repeated, 0, rank, size)[:, None, None, :]
+            self._cached = {**self._read_by_graphs, key: repeated}
+        if device.is_recording(self._cached[key]):
+            self._read_by_graphs[key] = self._cached[key]
+        return self._cached[key]
 
     def get_rotary_seq_len(
         self,
