@@ -1,8 +1,9 @@
 """Kind p2p: keys and values travel round the ring (Liu et al. 2023), zigzag so that every rank computes the same under a causal mask.
 
-Sent by a rank for a layer, n ranks: n - 1 times its keys and values forward, and again backward with as many of their gradients (in fp32
-where sums of more than two travel). A transfer starts before the computation that hides it. In step i a rank holds the keys of rank
-r - i; gradients of keys set out at the first rank that is not their owner, and end at the owner.
+Sent by a rank for a layer, n ranks: n - 1 times its keys and values forward; backward n - 2 times, because what came first is kept, and
+n - 1 times as many of their gradients (in fp32 where sums of more than two travel). In step i of the forward pass a rank holds the keys of
+rank r - i; the backward pass begins with step 1 and ends with step 0, the rank's own. Gradients of keys set out at the first rank that is
+not their owner, and end at the owner. So every transfer, the last one of gradients too, starts before a computation that hides it.
 """
 
 from typing import Any
@@ -41,39 +42,35 @@ class _RingAttention(torch.autograd.Function):
         ring = Ring(group)
         q, k, v = (by_head(t) for t in (query, key, value))
         partial = PartialAttention(q, geometry, scale, kernel)
-        held, transfer = _together(k, v), None
+        held, transfer, first = _together(k, v), None, None
         for step in range(ring.size):
             if transfer is not None:
                 held = transfer.wait()
                 k, v = (by_head(t) for t in held)
+            if step == 1:
+                first = held
             transfer = ring.start(held) if step + 1 < ring.size else None
             partial.add((ring.rank - step) % ring.size, k, v)
         out, lse = partial.result()
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, first)
         ctx.settings = geometry, group, scale, kernel
         return by_token(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, held = ctx.saved_tensors
         geometry, group, scale, kernel = ctx.settings
         ring = Ring(group)
-        q, k, v = (by_head(t) for t in (query, key, value))
-        partial = PartialGradient(by_head(dense_last_dim(grads[0])), q, out, lse, geometry, scale, kernel)
-        held, transfer, going = _together(k, v), None, None
-        own: torch.Tensor | None = None
-        for step in range(ring.size):
+        partial = PartialGradient(by_head(dense_last_dim(grads[0])), by_head(query), out, lse, geometry, scale, kernel)
+        going: Transfer | None = None
+        for step in range(1, ring.size):
+            transfer = ring.start(held) if step + 1 < ring.size else None
+            part = _together(*partial.of((ring.rank - step) % ring.size, *(by_head(t) for t in held)))
+            going = ring.start(part if going is None else _added(part, going))
             if transfer is not None:
                 held = transfer.wait()
-                k, v = (by_head(t) for t in held)
-            transfer = ring.start(held) if step + 1 < ring.size else None
-            part = _together(*partial.of((ring.rank - step) % ring.size, k, v))
-            if step == 0:
-                own = part
-            else:
-                going = ring.start(part if going is None else _added(part, going))
-        assert own is not None
+        own = _together(*partial.of(ring.rank, by_head(key), by_head(value)))
         total = own if going is None else _added(own, going)
         return by_token(partial.of_queries()), total[0].to(key.dtype), total[1].to(value.dtype), None, None, None, None
 
