@@ -55,8 +55,10 @@ def build_callbacks(args: argparse.Namespace, validation: list[HeldOutSet], test
         )
     )
     if args.save:
+        from megatron.training.callbacks.checkpoint import SaveCheckpoints  # here, as in training.py
+
         callbacks.append(
-            cb.SaveCheckpoints(
+            SaveCheckpoints(
                 args.save,
                 args,
                 interval=args.save_interval,

@@ -16,7 +16,6 @@ from megatron.core.tokenizers import build_tokenizer, check_fingerprint, tokeniz
 from megatron.training import global_vars
 from megatron.training.argument_utils import Problem, UsageError
 from megatron.training.arguments import microbatches_calculator_args, was_given
-from megatron.training.checkpointing import stored_position
 from megatron.training.config import TokenizerFlags
 from megatron.training.data_order import DataOrder
 from megatron.training.data_report import table_of_datasets
@@ -156,6 +155,8 @@ def build_indices(args: argparse.Namespace, provider: Callable) -> None:
 
     With --load the indices are those that the training goes on with. Raises ValueError when what was built cannot be kept.
     """
+    from megatron.training.checkpointing import stored_position  # here, as in training.py
+
     if args.rank != 0:
         return
     global_vars.set_args(args)

@@ -1,6 +1,7 @@
 """`pretrain`: from a script's three functions to a trained model.
 
-The loop is `train`; a step is in train_step.py, what happens around steps in callbacks/.
+The loop is `train`; a step is in train_step.py, what happens around steps in callbacks/. Checkpoints are imported where they are used:
+torch.distributed.checkpoint, which they need, takes half as long as `import torch`, and --help and a wrong command line do not wait for it.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from megatron.training import errors, failure
 from megatron.training.arguments import finalize_args, parse_and_validate
 from megatron.training.callback_setup import build_callbacks
 from megatron.training.callbacks import Callback
-from megatron.training.checkpointing import checkpoint_args, load_checkpoint, prepare_folder
 from megatron.training.data import build_datasets, build_indices, build_tokenizer_from_args, train_iterations
 from megatron.training.data_order import DataOrder
 from megatron.training.global_vars import set_global
@@ -50,16 +50,24 @@ def pretrain(
     """
     if process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data_func is not supported yet: leave it out")
-    args = parse_and_validate(extra_args_provider, args_defaults, checkpoint_args=checkpoint_args)
+    args = parse_and_validate(extra_args_provider, args_defaults, checkpoint_args=_checkpoint_args)
     with errors.reported():
         if args.build_index_only:
             return build_indices(args, train_valid_test_dataset_provider)
         _pretrain(args, train_valid_test_dataset_provider, model_provider, model_type, forward_step_func)
 
 
+def _checkpoint_args(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron.training.checkpointing import checkpoint_args
+
+    return checkpoint_args(args)
+
+
 def _pretrain(
     args: argparse.Namespace, dataset_provider: Callable, model_provider: Callable, model_type: ModelType, forward_step_func: Callable
 ) -> None:
+    from megatron.training.checkpointing import load_checkpoint, prepare_folder
+
     started = device.Stopwatch()
     with phase("initialization"):
         finalize_args(args)

@@ -1,7 +1,9 @@
-"""What a run does besides training: log, evaluate, save, stop. Each attaches at phase boundaries (see `base`)."""
+"""What a run does besides training: log, evaluate, save, stop. Each attaches at phase boundaries (see `base`).
+
+Saving is in `checkpoint`, which is imported where it is used: see training.py.
+"""
 
 from .base import Callback
-from .checkpoint import SaveCheckpoints
 from .evaluate import Evaluate
 from .exit import ExitConditions
 from .garbage_collection import GarbageCollection
@@ -22,7 +24,6 @@ __all__ = [
     "PlotCurves",
     "Profile",
     "ProgressLine",
-    "SaveCheckpoints",
     "TensorBoardSink",
     "WandbSink",
 ]
