@@ -55,7 +55,7 @@ def same_blocks(found: Grouped, expected: Grouped, sizes: list[int], k: int) -> 
     return all(same(*(block.data for block in pair)) for pair in zip(*(g.blocks(sizes, k) for g in (found, expected)), strict=True))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20 if ON_GPU else 8, deadline=None)
 @given(SIZES, st.integers(1, 12), FORMATS, st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_quantized_group_by_group(sizes: list[int], units: int, dtype: torch.dtype, seed: int, known: bool, strided: bool) -> None:
     """As they lie: what a tensor's kernel makes; transposed: each group by itself, zeros behind it."""
