@@ -34,6 +34,7 @@ _USED = (
     "tp_comm_overlap_ag",
     "tp_comm_overlap_rs",
     "tp_comm_overlap_rs_dgrad",
+    "cp_comm_overlap",
     "overlap_p2p_comm",
     "microbatch_group_size_per_vp_stage",
 )
@@ -99,6 +100,7 @@ class ModelParallelConfig:
     tp_comm_overlap_ag: bool = True
     tp_comm_overlap_rs: bool = True
     tp_comm_overlap_rs_dgrad: bool = False
+    cp_comm_overlap: bool = False  # ours: the ring's transfers by copy engines (context_parallel/ring_exchange.py)
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
 
@@ -147,6 +149,8 @@ class ModelParallelConfig:
             found.append("tp_comm_overlap_rs_dgrad needs tp_comm_overlap; turn it on too")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             found.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, which is 1; leave it unset")
+        if self.cp_comm_overlap and self.context_parallel_size == 1:
+            found.append("cp_comm_overlap needs context_parallel_size > 1, which is 1; turn it off or split over 2 ranks")
         group, stages = self.microbatch_group_size_per_vp_stage, self.pipeline_model_parallel_size
         if group is not None and (self.virtual_pipeline_model_parallel_size or 1) == 1:
             found.append(f"microbatch_group_size_per_vp_stage {group} needs virtual_pipeline_model_parallel_size > 1; leave it unset")

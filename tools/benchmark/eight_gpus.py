@@ -5,7 +5,7 @@ Four parts, each at most --minutes long; a row that would not end in time is ski
   llama8b   LLaMA-3 8B, bf16 and FP8: context and data parallel, data parallel
   mixtral   Mixtral 8x7B, as many layers as fit, bf16 and FP8: expert parallel, pipeline and expert parallel
   scaling   llama8L (train.py) on one GPU and on 2, 4, 8 by each axis; communication that nothing hides, of rank 0
-            (`TP by copies`: --tp-comm-overlap)
+            (`by copies`: --tp-comm-overlap, --cp-comm-overlap)
 Two, four or eight GPUs: what is there, or --gpus. --dry: the same rows with tiny models, processes on the CPU over gloo, to try the script.
 --list prints the rows and runs nothing. --json FILE has every row as soon as it is measured and keeps those of earlier runs: parts can go
 one by one into one file. What the trainers print goes to the folder FILE.logs. Exit code 1: a row failed; the table comes all the same.
@@ -105,8 +105,15 @@ AXES: dict[str, Callable[[int], str]] = {
     "TP": lambda n: f"--tensor-model-parallel-size {n} --sequence-parallel --global-batch-size {4 * n}",
     "TP by copies ": lambda n: f"--tensor-model-parallel-size {n} --sequence-parallel --tp-comm-overlap --global-batch-size {4 * n}",
     "PP": lambda n: f"--pipeline-model-parallel-size {n} --global-batch-size {8 * n}",
-    "CP": lambda n: f"--context-parallel-size {n} {SHARDED} --seq-length {8192 * n} --max-position-embeddings {8192 * n}",
+    "CP": lambda n: _along_the_sequence(n),
+    "CP by copies ": lambda n: f"{_along_the_sequence(n)} --cp-comm-overlap",
 }
+
+
+def _along_the_sequence(n: int) -> str:
+    return f"--context-parallel-size {n} {SHARDED} --seq-length {8192 * n} --max-position-embeddings {8192 * n}"
+
+
 GOALS = {"DP": ("efficiency", 0.95), "TP": ("efficiency", 0.75)}  # of the kinds of them, on eight GPUs
 
 
@@ -117,7 +124,7 @@ def scaling_rows(gpus: int, memory_gib: float) -> Iterator[Row]:
     order = [(n, axis) for n in (8, 4, 2) for axis in AXES if n <= gpus]
     for n, axis in sorted(order, key=lambda pair: pair[0] < gpus and "copies" in pair[1]):
         goal = GOALS.get(axis[:2]) if n == 8 else None
-        yield Row(f"llama8L, {axis}{n}", gpus=n, flags=AXES[axis](n), seconds=36 + LONGER.get(axis, 0) * (n - 1), goal=goal, **common)
+        yield Row(f"llama8L, {axis}{n}", gpus=n, flags=AXES[axis](n), seconds=36 + LONGER.get(axis[:2], 0) * (n - 1), goal=goal, **common)
 
 
 # seconds that each GPU more adds: along PP a step has twice the samples and waits for the output head, along CP attention grows

@@ -25,9 +25,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core import device, parallel_state
+from megatron.core import device, parallel_state, symmetric_memory
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.tensor_parallel import symmetric_memory
 from megatron.core.tensor_parallel.comm_overlap import start_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.init import init_method_normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -35,6 +35,11 @@ LAYOUTS = {
         "--overlap-grad-reduce --overlap-param-gather",
         1105,
     ),
+    "CP2 ring by copies, seq 16384": (
+        "--global-batch-size 4 --context-parallel-size 2 --seq-length 16384 --max-position-embeddings 16384 --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather --cp-comm-overlap",
+        1105,
+    ),
     "moe8x EP2": (
         "--global-batch-size 16 --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         700,

@@ -28,13 +28,14 @@ class _Request:
     scale: float
     kernel: str
     alone: Attend
+    by_copies: bool
 
 
 Kind = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, _Request], torch.Tensor]
 
 
 def _p2p(groups: ProcessGroupCollection) -> Kind:
-    return lambda q, k, v, asked: ring_attention(q, k, v, asked.geometry, groups.cp, asked.scale, asked.kernel)
+    return lambda q, k, v, asked: ring_attention(q, k, v, asked.geometry, groups.cp, asked.scale, asked.kernel, asked.by_copies)
 
 
 def _all_gather(groups: ProcessGroupCollection) -> Kind:
@@ -57,7 +58,7 @@ def _a2a_p2p(groups: ProcessGroupCollection) -> Kind:
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Request) -> torch.Tensor:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
             geometry = replace(asked.geometry, rank=get_pg_rank(ring), size=get_pg_size(ring), attention_mask=rows)
-            return ring_attention(q, k, v, geometry, ring, asked.scale, asked.kernel)
+            return ring_attention(q, k, v, geometry, ring, asked.scale, asked.kernel, asked.by_copies)
 
         return _exchanging(heads, query, key, value, asked, attend)
 
@@ -102,12 +103,16 @@ def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @dataclass
 class ContextParallelAttention:
-    """Attention over sequences that the ranks of `groups.cp` share. Gives what one rank with the whole sequence does."""
+    """Attention over sequences that the ranks of `groups.cp` share. Gives what one rank with the whole sequence does.
+
+    by_copies: a ring's transfers go by copy engines, where the ranks' GPUs share memory.
+    """
 
     comm_type: str
     groups: ProcessGroupCollection
     scale: float
     backend: AttnBackend
+    by_copies: bool = False
 
     def __post_init__(self) -> None:
         if self.comm_type not in KINDS:
@@ -145,7 +150,8 @@ class ContextParallelAttention:
         geometry = Geometry(documents, self.rank, self.size, mask, attention_mask)
         width = value.shape[-1]
         query, key, value = of_one_width(query, key, value)
-        out = self.attention(query, key, value, _Request(geometry, self.scale, choose_kernel(self.backend, query, key), alone))
+        kernel = choose_kernel(self.backend, query, key)
+        out = self.attention(query, key, value, _Request(geometry, self.scale, kernel, alone, self.by_copies))
         return out[..., :width]
 
     def _check_mask(self, attention_mask: torch.Tensor | None, queries: int, keys: int) -> None:

@@ -1,43 +1,47 @@
 """What context-parallel ranks send each other."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.context_parallel.ring_exchange import RingExchange
+from megatron.core.symmetric_memory import exchange_of
 from megatron.core.utils import Group, get_pg_rank, get_pg_size
 
-
-class Transfer:
-    """A tensor that is on its way from the previous rank of a ring."""
-
-    def __init__(self, sent: torch.Tensor, received: torch.Tensor, works: list[Any]) -> None:
-        self._sent, self._received, self._works = sent, received, works  # what is sent must live until it is
-
-    def wait(self) -> torch.Tensor:
-        """The tensor, once it is there; on a GPU the stream waits, not the host."""
-        for work in self._works:
-            work.wait()
-        return self._received
+Arriving = Callable[[], torch.Tensor]  # what waits for a tensor (on a GPU the stream does, not the host) and gives it
 
 
 class Ring:
-    """The ranks of `group` in a circle."""
+    """The ranks of `group` in a circle. by_copies: copy engines send, where the ranks' GPUs share memory (ring_exchange.py)."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, by_copies: bool = False) -> None:
         assert group is not None
+        self.by_copies = by_copies
         self.group, self.rank, self.size = group, get_pg_rank(group), get_pg_size(group)
         ranks = dist.get_process_group_ranks(group)
         self.next, self.previous = ranks[(self.rank + 1) % self.size], ranks[self.rank - 1]
 
-    def start(self, tensor: torch.Tensor) -> Transfer:
+    def start(self, tensor: torch.Tensor) -> Arriving:
         """Begin to send `tensor` (contiguous) to the next rank, and to receive one like it from the previous one."""
+        if self.by_copies:
+            nbytes = tensor.numel() * max(tensor.element_size(), 4)  # sums of gradients are in fp32 at least
+            exchange = exchange_of(RingExchange, self.group, tensor, nbytes)
+            if exchange is not None:
+                return exchange.start(tensor)
         received = torch.empty_like(tensor)
         operations = [
             dist.P2POp(dist.isend, tensor, self.next, self.group),
             dist.P2POp(dist.irecv, received, self.previous, self.group),
         ]
-        return Transfer(tensor, received, dist.batch_isend_irecv(operations))
+        works = dist.batch_isend_irecv(operations)
+
+        def wait() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
 
 
 def exchange(parts: torch.Tensor, group: Group) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.context_parallel.communication import Ring, Transfer
+from megatron.core.context_parallel.communication import Arriving, Ring
 from megatron.core.context_parallel.partial_attention import (
     Geometry,
     PartialAttention,
@@ -38,14 +38,15 @@ class _RingAttention(torch.autograd.Function):
         group: Group,
         scale: float,
         kernel: str,
+        by_copies: bool,
     ) -> torch.Tensor:
-        ring = Ring(group)
+        ring = Ring(group, by_copies)
         q, k, v = (by_head(t) for t in (query, key, value))
         partial = PartialAttention(q, geometry, scale, kernel)
         held, transfer, first = _together(k, v), None, None
         for step in range(ring.size):
             if transfer is not None:
-                held = transfer.wait()
+                held = transfer()
                 k, v = (by_head(t) for t in held)
             if step == 1:
                 first = held
@@ -53,34 +54,40 @@ class _RingAttention(torch.autograd.Function):
             partial.add((ring.rank - step) % ring.size, k, v)
         out, lse = partial.result()
         ctx.save_for_backward(query, key, value, out, lse, first)
-        ctx.settings = geometry, group, scale, kernel
+        ctx.settings = geometry, ring, scale, kernel
         return by_token(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse, held = ctx.saved_tensors
-        geometry, group, scale, kernel = ctx.settings
-        ring = Ring(group)
+        geometry, ring, scale, kernel = ctx.settings
         partial = PartialGradient(by_head(dense_last_dim(grads[0])), by_head(query), out, lse, geometry, scale, kernel)
-        going: Transfer | None = None
+        going: Arriving | None = None
         for step in range(1, ring.size):
             transfer = ring.start(held) if step + 1 < ring.size else None
             part = _together(*partial.of((ring.rank - step) % ring.size, *(by_head(t) for t in held)))
             going = ring.start(part if going is None else _added(part, going))
             if transfer is not None:
-                held = transfer.wait()
+                held = transfer()
         own = _together(*partial.of(ring.rank, by_head(key), by_head(value)))
         total = own if going is None else _added(own, going)
-        return by_token(partial.of_queries()), total[0].to(key.dtype), total[1].to(value.dtype), None, None, None, None
+        return by_token(partial.of_queries()), total[0].to(key.dtype), total[1].to(value.dtype), None, None, None, None, None
 
 
-def _added(part: torch.Tensor, going: Transfer) -> torch.Tensor:
-    return part.add_(going.wait())
+def _added(part: torch.Tensor, going: Arriving) -> torch.Tensor:
+    return part.add_(going())
 
 
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: Geometry, group: Group, scale: float, kernel: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    geometry: Geometry,
+    group: Group,
+    scale: float,
+    kernel: str,
+    by_copies: bool,
 ) -> torch.Tensor:
     """query [s / ranks, b, heads, d], key and value [s / ranks, b, groups, d] of this rank's tokens -> like query."""
-    return _RingAttention.apply(query, key, value, geometry, group, scale, kernel)
+    return _RingAttention.apply(query, key, value, geometry, group, scale, kernel, by_copies)

@@ -1,7 +1,7 @@
 """Communication of sequence parallelism that hides behind the matrix products it feeds or comes from.
 
 The plain twin is what layers.py does without `tp_comm_overlap`: gather all rows, then multiply; multiply, then reduce-scatter. Where the
-ranks' GPUs share memory, rows go by copy engines, one product for the rows of each rank (symmetric_memory.py). Elsewhere by collectives:
+ranks' GPUs share memory, rows go by copy engines, one product for the rows of each rank (exchange.py). Elsewhere by collectives:
 the rows that each rank holds are cut in chunks. Gathering: a rank multiplies its own rows while the first chunk of the others' is on its
 way, and each chunk while the next is. Reducing: a chunk is on its way while the next is multiplied. Results stand where the twin puts them,
 and no buffer is larger than its. Every rank issues what it sends in the same order; nothing waits for the host.
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.symmetric_memory import Wait, exchange_of
+from megatron.core.tensor_parallel.exchange import Exchange
 from megatron.core.tensor_parallel.mappings import gather_first_dim, start_gather_first_dim, start_reduce_scatter_first_dim
-from megatron.core.tensor_parallel.symmetric_memory import Wait, exchange_of
 from megatron.core.tensor_parallel.weight_grad import weight_grad
 from megatron.core.utils import Group, get_pg_rank, get_pg_size
 
@@ -32,7 +33,7 @@ def gather_matmul(x: torch.Tensor, matrix: torch.Tensor, group: Group, keep: boo
 
     Returns (product [s, b, n], the gathered rows [s, b, k] if `keep`). Rows that are kept come in one piece: chunks come in another order.
     """
-    exchange = exchange_of(group, x, x.nbytes)
+    exchange = exchange_of(Exchange, group, x, x.nbytes)
     if exchange is not None:
         return exchange.gather_matmul(x, matrix, keep)
     size, rank, rows = get_pg_size(group), get_pg_rank(group), x.shape[0]
@@ -64,7 +65,7 @@ def matmul_reduce_scatter(x: torch.Tensor, matrix: torch.Tensor, group: Group) -
     size = get_pg_size(group)
     rows = x.shape[0] // size
     assert rows * size == x.shape[0], f"{x.shape[0]} rows over {size} ranks"
-    exchange = exchange_of(group, x, x.numel() // x.shape[-1] // size * matrix.shape[1] * x.element_size())
+    exchange = exchange_of(Exchange, group, x, x.numel() // x.shape[-1] // size * matrix.shape[1] * x.element_size())
     if exchange is not None:
         return exchange.matmul_reduce_scatter(x, matrix)
     chunks = num_chunks(rows)
@@ -86,7 +87,7 @@ def matmul_reduce_scatter(x: torch.Tensor, matrix: torch.Tensor, group: Group) -
 
 def start_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[], Any]]:
     """(the rows [s, ...] of x [s / ranks, ...] of all ranks, what waits until they are there). To be hidden by what comes between."""
-    exchange = exchange_of(group, x, x.nbytes)
+    exchange = exchange_of(Exchange, group, x, x.nbytes)
     if exchange is not None:
         return exchange.start_gather(x)
     return start_gather_first_dim(x, group)
@@ -94,7 +95,7 @@ def start_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[
 
 def start_reduce_scatter(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[], Any]]:
     """x [s, ...] summed over the ranks: (this rank's rows [s / ranks, ...], what waits until they are there)."""
-    exchange = exchange_of(group, x, x.nbytes // get_pg_size(group))
+    exchange = exchange_of(Exchange, group, x, x.nbytes // get_pg_size(group))
     if exchange is not None:
         return exchange.start_reduce_scatter(x)
     return start_reduce_scatter_first_dim(x, group)

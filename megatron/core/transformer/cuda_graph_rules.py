@@ -10,6 +10,7 @@ _REFUSED = {
     "num_moe_experts": "experts read their tokens' counts on the host",
     "recompute_granularity": "recomputing sets random states from the host",
     "tp_comm_overlap": "its signals count the exchanges, which a graph would repeat with the same numbers",
+    "cp_comm_overlap": "its signals count the transfers, which a graph would repeat with the same numbers",
 }
 
 

@@ -134,7 +134,7 @@ class DotProductAttention(MegatronModule):
             raise ValueError(f"the context-parallel group has {size} ranks but config.context_parallel_size is {told}")
         if size == 1:
             return None
-        attention = ContextParallelAttention(comm_type, groups, self.softmax_scale, self.backend)
+        attention = ContextParallelAttention(comm_type, groups, self.softmax_scale, self.backend, self.config.cp_comm_overlap)
         if self.dropout and (reason := unsupported("attention dropout", comm_type)):
             raise ValueError(f"attention_dropout {self.dropout}: {reason}; or use attention_dropout 0")
         if self.window is not None and (reason := unsupported("a sliding window", comm_type)):

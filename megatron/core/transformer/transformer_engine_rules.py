@@ -8,8 +8,11 @@ from megatron.core.context_parallel.combinations import comm_types_of
 
 PRECISIONS = ("e4m3", "hybrid")
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-# The third: its residual is the norm's output, which stays inside of the linear that contains the norm.
-_LOCAL_ALONE = ("tp_comm_overlap", "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "multi_latent_attention")
+# The fourth: its residual is the norm's output, which stays inside of the linear that contains the norm.
+_LOCAL_ALONE = (
+    "tp_comm_overlap", "cp_comm_overlap", "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm",
+    "multi_latent_attention",
+)  # fmt: skip
 # Selective recompute runs these parts again outside of the region in which linears quantize.
 _WITH_LINEARS = ("mlp", "moe", "shared_experts")
 

@@ -80,6 +80,8 @@ def check_tensor(args: Args) -> Iterator[Problem]:
         yield problem(args, "tp_comm_overlap", rule, "--sequence-parallel, or leave it out")
     if args.tp_comm_overlap_rs_dgrad and not args.tp_comm_overlap:
         yield problem(args, "tp_comm_overlap_rs_dgrad", "is a part of --tp-comm-overlap, which is off", "--tp-comm-overlap")
+    if args.cp_comm_overlap and args.context_parallel_size == 1:
+        yield problem(args, "cp_comm_overlap", "is for --context-parallel-size above 1", "--context-parallel-size 2, or leave it out")
     if tensor <= 1:
         return
     divided = [("num_attention_heads", args.num_attention_heads), ("ffn_hidden_size", args.ffn_hidden_size)]

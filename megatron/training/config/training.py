@@ -170,6 +170,12 @@ class ParallelismFlags:
     tp_comm_overlap_rs_dgrad: bool = flag(
         False, "With --tp-comm-overlap: scatter the gradients of inputs behind their own product too, not only behind that of the weights."
     )
+    cp_comm_overlap: bool = flag(
+        False,
+        "With --cp-comm-type p2p and a2a+p2p: the ring's transfers by copy engines where GPUs share memory, which takes no multiprocessors "
+        "from what they hide behind.",
+        ours=True,
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "Layers of one virtual stage.", minimum=1)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Virtual stages of one rank.", minimum=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage, for uneven splits.", minimum=1)

@@ -1,8 +1,6 @@
 """Chunked communication against its plain twin: gather all, multiply; multiply, reduce-scatter."""
 
 import contextlib
-import math
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,11 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel import comm_overlap
 from megatron.core.tensor_parallel.comm_overlap import CHUNKS, num_chunks
+from megatron.core.tensor_parallel.exchange import Exchange
 from megatron.core.tensor_parallel.init import init_method_normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.symmetric_memory import Exchange
 from tests.distributed import ranks
+from tests.file_memory import FileMemory, Queue
 
 INIT = init_method_normal(1.0)
 ROWS = (8, 6, 7)  # of a rank: in four chunks, in three, in one
@@ -74,49 +73,12 @@ def block(size: int, rows: int, fuse: bool, frozen: bool, **settings: Any) -> tu
     return found, counts
 
 
-class Queue:
-    """A stream of the CPU: all is done when it is issued."""
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class FileMemory:
-    """Memory that processes share through a file; an exchange's Memory."""
-
-    def __init__(self, path: Path, capacity: int) -> None:
-        self.rank, self.size, self.capacity = dist.get_rank(), dist.get_world_size(), capacity
-        shape = (self.size, 2, self.size, capacity)
-        self._places = torch.from_file(f"{path}.{capacity}", True, math.prod(shape), dtype=torch.uint8).view(shape)
-        flags = torch.from_file(f"{path}.{capacity}.flags", True, self.size**2, dtype=torch.int64)
-        self._flags = flags.view(self.size, self.size).numpy()
-
-    def places(self, owner: int, half: int) -> torch.Tensor:
-        return self._places[owner, half]
-
-    def signal(self, peer: int, turn: int) -> None:
-        self._flags[peer, self.rank] = turn
-
-    def wait(self, peer: int, turn: int) -> None:
-        end = time.monotonic() + 30
-        while self._flags[self.rank, peer] < turn:
-            assert time.monotonic() < end, f"no signal of rank {peer} for turn {turn}"
-            time.sleep(0)
-
-
 def blocks(size: int, folder: Path | None) -> list[Any]:
     """With `folder` overlapped blocks exchange through memory."""
     parallel_state.destroy_model_parallel()  # another test's, in a process that stays
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     found = []
-    exchange = None if folder is None else Exchange(lambda capacity: FileMemory(folder / "memory", capacity), 1, Queue(), Queue)
+    exchange = None if folder is None else Exchange(lambda capacity: FileMemory(folder / "memory", capacity, size), 1, Queue, Queue)
     for rows in ROWS:
         for fuse, frozen in ((True, False), (False, False), (True, True)):
             plain, _ = block(size, rows, fuse, frozen)

@@ -100,8 +100,8 @@ def test_eight_minutes_hold_all_rows_of_the_most_gpus() -> None:
     for part, rows in eight_gpus.ROWS.items():
         assert sum(row.seconds for row in rows(8, MEMORY) if part != "scaling" or row.gpus in (1, 8)) <= 480
     names = [row.name for row in eight_gpus.scaling_rows(8, MEMORY)]
-    assert names[0] == eight_gpus.ALONE and "by copies 8" in names[3] and [name[-1] for name in names[-2:]] == ["4", "2"]
-    assert all("by copies" in name for name in names[-2:])
+    assert names[0] == eight_gpus.ALONE and "by copies 8" in names[3] and [name[-1] for name in names[-4:]] == ["4", "4", "2", "2"]
+    assert all("by copies" in name for name in names[-4:])
 
 
 @pytest.mark.parametrize("gpus", SIZES)
@@ -175,11 +175,11 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     assert eight_gpus.main() == 1, "rows failed"
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
     failed = "failed: llama8L ended with code 1"
-    results = ["measured", "measured", failed, failed, "measured", "measured"]
-    assert seen == [results[:done] for done in range(6)]
+    results = ["measured", "measured", failed, failed, "measured", "measured", "measured"]
+    assert seen == [results[:done] for done in range(7)]
     rows = json.loads(file.read_text())["rows"]
     assert [(row["row"], row["result"]) for row in rows] == list(
-        zip(["llama8L, one GPU", *(f"llama8L, {axis}2" for axis in ("DP", "TP", "TP by copies ", "PP", "CP"))], results)
+        zip(["llama8L, one GPU", *(f"llama8L, {axis}2" for axis in ("DP", "TP", "TP by copies ", "PP", "CP", "CP by copies "))], results)
     )
     assert (rows[1]["efficiency"], rows[1]["exposed_ms"], rows[1]["tokens_per_second_per_gpu"]) == (0.96, 5.0, 4000.0)
     shown = capsys.readouterr().out

@@ -1,7 +1,6 @@
-"""Gathering and scattering of rows by copy engines, through memory that the GPUs of a host share, while their multiprocessors multiply.
+"""Gathering and scattering of rows by copy engines, while the GPUs' multiprocessors multiply.
 
-NCCL's kernels take multiprocessors from the products that they should hide behind; copies between GPUs take none, and signals are stream
-operations of the driver, not kernels. Each exchange is one turn, in which every rank sends a piece of equal size to every other.
+Each exchange is one turn, in which every rank sends a piece of equal size to every other (core/symmetric_memory.py).
 
 Why nothing is overwritten that is still read: turns take two halves of the memory by turns. Rank r writes into p's half again, in turn t,
 only after it has seen p's piece of turn t - 1, and p sends that one only after all it did with turn t - 2: its copies stand on one stream,
@@ -14,97 +13,31 @@ Memory: two times the pieces of all ranks, that is of two gathered activations (
 Plain twin: comm_overlap.py's chunks over torch.distributed.
 """
 
-import logging
-import os
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.utils import get_pg_rank, get_pg_size
-
-logger = logging.getLogger(__name__)
-Wait = Callable[[], None]
-Made = TypeVar("Made")
-ALIGNMENT = 4096  # bytes, of a piece's place
-FLAG_BYTES = 64  # a flag each for the ranks
-
-
-class Memory(Protocol):
-    """What an exchange needs: places that every rank writes to, and signals in the order of the present stream."""
-
-    rank: int
-    size: int
-    capacity: int  # bytes of a piece
-
-    def places(self, owner: int, half: int) -> torch.Tensor:
-        """The memory of rank `owner`, bytes [ranks, capacity]: a place for the piece of each rank."""
-        ...
-
-    def signal(self, peer: int, turn: int) -> None:
-        """Tell `peer`, once all before is done and visible there, that this rank's piece of the turn has come."""
-        ...
-
-    def wait(self, peer: int, turn: int) -> None:
-        """What follows on the present stream waits until `peer` has signalled the turn or a later one. It may be waited for twice."""
-        ...
-
-
-class PeerMemory:
-    """Memory of the GPUs of one host, mapped into each other's."""
-
-    def __init__(self, group: dist.ProcessGroup | None, capacity: int) -> None:
-        assert group is not None
-        self.rank, self.size, self.capacity = get_pg_rank(group), get_pg_size(group), capacity
-        self._flags = 2 * self.size * capacity
-        nbytes = self._flags + self.size * FLAG_BYTES
-        own = _on_all(group, lambda: _allocate(nbytes))  # none waits in the rendezvous for a rank that has no memory
-        from torch.distributed import _symmetric_memory
-
-        self._handle = _symmetric_memory.rendezvous(own, group)
-        assert self._handle is not None
-        self._own = own
-        self._bytes = [self._handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(self.size)]
-
-    def places(self, owner: int, half: int) -> torch.Tensor:
-        length = self.size * self.capacity
-        return self._bytes[owner].narrow(0, half * length, length).view(self.size, self.capacity)
-
-    def _flag(self, owner: int, source: int) -> int:
-        return self._bytes[owner].data_ptr() + self._flags + source * FLAG_BYTES
-
-    def signal(self, peer: int, turn: int) -> None:
-        device.stream_write(self._flag(peer, self.rank), turn)
-
-    def wait(self, peer: int, turn: int) -> None:
-        device.stream_wait_at_least(self._flag(self.rank, peer), turn)
-
-
-def _allocate(nbytes: int) -> torch.Tensor:
-    """Zeros that other GPUs can map."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch would map it for multicast too, which nothing here uses
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    own = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device.current_device())
-    own.zero_()
-    device.synchronize()  # flags are zero before any rank can reach them
-    return own
+from megatron.core.symmetric_memory import Allocate, Wait, aligned
 
 
 class Exchange:
     """Of pieces among the ranks of a group, behind matrix products. All ranks call the same methods in the same order.
 
-    allocate: makes memory for pieces of so many bytes, on all ranks at once. copies: a stream. current: what says the present one.
+    allocate: makes memory for pieces of so many bytes, on all ranks at once. stream: makes one. current: what says the present one.
     """
 
-    def __init__(self, allocate: Callable[[int], Memory], nbytes: int, copies: Any, current: Callable[[], Any]) -> None:
-        self._allocate, self._copies, self._current = allocate, copies, current
-        self.memory = allocate(_aligned(nbytes))
+    purpose = "tensor-parallel communication behind products"
+
+    @staticmethod
+    def places(ranks: int) -> int:
+        """In a half of the memory: one for the piece of each rank."""
+        return ranks
+
+    def __init__(self, allocate: Allocate, nbytes: int, stream: Callable[[], Any], current: Callable[[], Any]) -> None:
+        self._allocate, self._copies, self._current = allocate, stream(), current
+        self.memory = allocate(aligned(nbytes))
         self.turn = 0
         self._views: dict[Any, torch.Tensor] = {}
         self._settle: Callable[[], None] | None = None  # a gathering whose copies are still to be issued
@@ -120,7 +53,7 @@ class Exchange:
         if nbytes > self.memory.capacity:
             device.synchronize()  # all pieces for this rank have come: nobody writes to the old memory any more
             self._views.clear()
-            self.memory, self.turn = self._allocate(_aligned(nbytes)), 0
+            self.memory, self.turn = self._allocate(aligned(nbytes)), 0
         self.turn += 1
 
     def _places(self, owner: int, like: torch.Tensor) -> torch.Tensor:
@@ -248,82 +181,3 @@ class Exchange:
             self._summing = False
 
         return wait
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-_exchanges: "WeakKeyDictionary[dist.ProcessGroup, Exchange | None]" = WeakKeyDictionary()
-_on = True
-
-
-@contextmanager
-def disabled() -> Iterator[None]:
-    """Inside, there is no exchange: for tests and benchmarks that compare."""
-    global _on
-    before, _on = _on, False
-    try:
-        yield
-    finally:
-        _on = before
-
-
-def exchange_of(group: Any, tensor: torch.Tensor, nbytes: int) -> Exchange | None:
-    """The group's exchange for pieces of `nbytes` on the tensor's device; None where the ranks' GPUs do not share memory.
-
-    All ranks call it at once: the first time they agree whether there is one, which the log says once.
-    """
-    if not _on or not device.on_accelerator(tensor):
-        return None
-    if group not in _exchanges:
-        _exchanges[group] = _find(group, nbytes)
-    return _exchanges[group]
-
-
-def _find(group: dist.ProcessGroup, nbytes: int) -> Exchange | None:
-    mine = (socket.gethostname(), device.current_device().index, device.reachable_devices())
-    ranks: list[Any] = [None] * get_pg_size(group)
-    dist.all_gather_object(ranks, mine, group=group)
-    problem, found = _obstacle(ranks), None
-    if problem is None:
-        to_group = ref(group)  # a group that its exchange held would never go
-
-        def exchange() -> Exchange:
-            return Exchange(lambda capacity: PeerMemory(to_group(), capacity), nbytes, device.copy_stream(), device.current_stream)
-
-        try:
-            found = _on_all(group, exchange)
-        except RuntimeError as error:
-            problem = str(error)
-    if get_pg_rank(group) == 0:
-        how = "copy engines and symmetric memory" if problem is None else f"chunks over NCCL, not symmetric memory: {problem}"
-        logger.info("tensor-parallel communication behind products, ranks %s: %s", dist.get_process_group_ranks(group), how)
-    return found
-
-
-def _on_all(group: dist.ProcessGroup, make: Callable[[], Made]) -> Made:
-    """What `make` returns. Where it fails on one rank, RuntimeError on all of them, with the first one's problem. A collective."""
-    problem: str | None = None
-    try:
-        made = make()
-    except (RuntimeError, ImportError, AttributeError, OSError) as error:
-        problem = (str(error) or type(error).__name__).splitlines()[0]
-    ranks: list[Any] = [None] * get_pg_size(group)
-    dist.all_gather_object(ranks, problem, group=group)
-    if problems := [each for each in ranks if each is not None]:
-        raise RuntimeError(problems[0])
-    return made
-
-
-def _obstacle(ranks: list[tuple[str, int, frozenset[int]]]) -> str | None:
-    """Why the ranks, each given by host, device and the devices that it reaches, cannot share memory; None if they can."""
-    hosts, devices = {host for host, _, _ in ranks}, {index for _, index, _ in ranks}
-    if len(hosts) > 1:
-        return f"the ranks are on {len(hosts)} hosts"
-    if len(devices) < len(ranks):
-        return "ranks see their devices by the same number; let each see all devices of the host"
-    for _, index, reached in ranks:
-        if not devices - {index} <= reached:
-            return f"device {index} reaches only devices {sorted(reached)} of the host"
-    return None

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.tensor_parallel import symmetric_memory
-from megatron.core.tensor_parallel.symmetric_memory import Exchange, _obstacle
+from megatron.core import symmetric_memory
+from megatron.core.symmetric_memory import _obstacle
+from megatron.core.tensor_parallel.exchange import Exchange
 from tests.distributed import ranks
-from tests.unit_tests.tensor_parallel.simulated_device import Host
+from tests.simulated_device import Host
 
 METHODS = ("gather_matmul", "gather_matmul, kept", "start_gather", "matmul_reduce_scatter", "start_reduce_scatter", "column backward")
 Call = tuple[str, int]  # a method, and rows of a rank
@@ -72,7 +73,7 @@ def play(size: int, calls: list[Call], seed: int, shared_queue: bool, dtype: tor
     given = [operands(call, size, number, dtype) for number, call in enumerate(calls)]
     for rank, device in enumerate(host.ranks):
         first = calls[0][1] * WIDTH * dtype.itemsize
-        exchange = Exchange(lambda capacity, rank=rank: host.allocate(rank, capacity), first, device.copies, device.current)  # type: ignore[misc]
+        exchange = Exchange(lambda capacity, rank=rank: host.allocate(rank, capacity, size), first, device.stream, device.current)  # type: ignore[misc]
         results.append([])
         for (method, _), tensors in zip(calls, given, strict=True):
             x, whole, matrix = (each[rank].clone() for each in tensors)
@@ -125,7 +126,7 @@ def test_memory_grows() -> None:
 
 def test_a_sum_that_was_not_waited_for() -> None:
     host = Host(2, False)
-    exchange = Exchange(lambda capacity: host.allocate(0, capacity), 8, host.ranks[0].copies, host.ranks[0].current)
+    exchange = Exchange(lambda capacity: host.allocate(0, capacity, 2), 8, host.ranks[0].stream, host.ranks[0].current)
     with host:
         exchange.start_reduce_scatter(torch.empty(2, 1))
         with pytest.raises(AssertionError, match="before the sum of the last"):
@@ -154,7 +155,7 @@ def find(fails: bool) -> tuple[bool, list[str]]:
     """Whether two ranks have an exchange, with devices that reach each other, and what the log says; rank 1's memory may fail."""
     rank = dist.get_rank()
 
-    def allocate(group: object, capacity: int) -> Any:
+    def allocate(group: object, capacity: int, places: int) -> Any:
         if fails and rank == 1:
             raise RuntimeError("no peer mapping\nat a place")
         return SimpleNamespace(rank=rank, size=2, capacity=capacity)
@@ -170,9 +171,9 @@ def find(fails: bool) -> tuple[bool, list[str]]:
             copy_stream=object,
         ),
     ):
-        twice = [symmetric_memory.exchange_of(dist.group.WORLD, torch.empty(1), 8) for _ in range(2)]
+        twice = [symmetric_memory.exchange_of(Exchange, dist.group.WORLD, torch.empty(1), 8) for _ in range(2)]
         with symmetric_memory.disabled():
-            assert symmetric_memory.exchange_of(dist.group.WORLD, torch.empty(1), 8) is None
+            assert symmetric_memory.exchange_of(Exchange, dist.group.WORLD, torch.empty(1), 8) is None
     assert twice[0] is twice[1]
     return twice[0] is not None, [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
 
@@ -193,7 +194,7 @@ def memory_that_one_rank_lacks() -> str:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     with mock.patch.object(symmetric_memory, "_allocate", allocate), pytest.raises(RuntimeError) as raised:
-        symmetric_memory.PeerMemory(dist.group.WORLD, 4096)
+        symmetric_memory.PeerMemory(dist.group.WORLD, 4096, 2)
     return str(raised.value)
 
 
@@ -202,7 +203,7 @@ def test_no_rank_waits_for_one_without_memory() -> None:
 
 
 def none_on_a_cpu() -> bool:
-    return symmetric_memory.exchange_of(dist.group.WORLD, torch.empty(1), 8) is None
+    return symmetric_memory.exchange_of(Exchange, dist.group.WORLD, torch.empty(1), 8) is None
 
 
 def test_no_exchange_on_a_cpu() -> None:

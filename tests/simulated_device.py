@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatron.core.symmetric_memory import ARRIVED
+
 aten = torch.ops.aten
 QUEUED = {aten.copy_.default, aten.mm.out, aten.add.out, aten.sum.IntList_out, aten.fill_.Scalar}
 ALLOCATING = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
@@ -51,8 +53,12 @@ class Rank:
         self.queues: dict[Stream | None, deque] = {}
         self.shared_queue = shared_queue
         self.entered: list[Stream] = []
-        self.main, self.copies = Stream(self), Stream(self)
+        self.main = Stream(self)
         self.entered.append(self.main)
+
+    def stream(self) -> Stream:
+        """A new one."""
+        return Stream(self)
 
     def queue_of(self, stream: Stream) -> deque:
         return self.queues.setdefault(None if self.shared_queue else stream, deque())
@@ -64,18 +70,18 @@ class Rank:
 class SharedMemory:
     """One rank's view of memory that all ranks write to: an exchange's Memory."""
 
-    def __init__(self, device: Rank, rank: int, places: torch.Tensor, flags: list[list[int]]) -> None:
+    def __init__(self, device: Rank, rank: int, places: torch.Tensor, flags: list[list[list[int]]]) -> None:
         self.rank, self.size, self.capacity = rank, len(flags), places.shape[-1]
         self._device, self._places, self._flags = device, places, flags
 
     def places(self, owner: int, half: int) -> torch.Tensor:
         return self._places[owner, half]
 
-    def signal(self, peer: int, turn: int) -> None:
-        self._device.current().put(lambda: self._flags[peer].__setitem__(self.rank, turn))
+    def signal(self, peer: int, turn: int, what: int = ARRIVED) -> None:
+        self._device.current().put(lambda: self._flags[peer][self.rank].__setitem__(what, turn))
 
-    def wait(self, peer: int, turn: int) -> None:
-        self._device.current().put(lambda: None, lambda: self._flags[self.rank][peer] >= turn)
+    def wait(self, peer: int, turn: int, what: int = ARRIVED) -> None:
+        self._device.current().put(lambda: None, lambda: self._flags[self.rank][peer][what] >= turn)
 
 
 class Host(TorchDispatchMode):
@@ -86,17 +92,17 @@ class Host(TorchDispatchMode):
         self.ranks = [Rank(shared_queue) for _ in range(size)]
         self.issuing = self.ranks[0]
         self.allocated: list[torch.Tensor] = []
-        self._memories: list[tuple[torch.Tensor, list[list[int]]]] = []
+        self._memories: list[tuple[torch.Tensor, list[list[list[int]]]]] = []
         self._asked = [0] * size
 
-    def allocate(self, rank: int, capacity: int) -> SharedMemory:
-        """The rank's next memory: all ranks ask for the same, in the same order."""
+    def allocate(self, rank: int, capacity: int, places: int) -> SharedMemory:
+        """The rank's next memory, of so many places in a half: all ranks ask for the same, in the same order."""
         index, size = self._asked[rank], len(self.ranks)
         self._asked[rank] += 1
         if index == len(self._memories):
             with _disable_current_modes():
-                places = torch.full((size, 2, size, capacity), 255, dtype=torch.uint8)  # NaN, whatever the dtype
-            self._memories.append((places, [[0] * size for _ in range(size)]))
+                memory = torch.full((size, 2, places, capacity), 255, dtype=torch.uint8)  # NaN, whatever the dtype
+            self._memories.append((memory, [[[0, 0] for _ in range(size)] for _ in range(size)]))
         assert self._memories[index][0].shape[-1] == capacity
         return SharedMemory(self.ranks[rank], rank, *self._memories[index])
 

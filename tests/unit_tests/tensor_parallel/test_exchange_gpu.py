@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import device, parallel_state
+from megatron.core import device, parallel_state, symmetric_memory
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.tensor_parallel import symmetric_memory
+from megatron.core.symmetric_memory import exchange_of
+from megatron.core.tensor_parallel.exchange import Exchange
 from megatron.core.tensor_parallel.init import init_method_normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.symmetric_memory import Exchange, exchange_of
 from tests.distributed import ranks
 
 GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
@@ -30,7 +30,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def exchange_for(tensor: torch.Tensor) -> Exchange:
-    found = exchange_of(dist.group.WORLD, tensor, tensor.nbytes)
+    found = exchange_of(Exchange, dist.group.WORLD, tensor, tensor.nbytes)
     assert found is not None, "these GPUs share no memory"
     return found
 
@@ -102,7 +102,7 @@ def compare_blocks(turns: int) -> None:
             # two numbers, rounded to bf16 each, are summed: off by their size, not by the sum's
             size = expected.float().square().mean().sqrt().item()
             torch.testing.assert_close(each, expected, rtol=2**-7, atol=0.04 * size)
-    assert exchange_of(parallel_state.get_tensor_model_parallel_group(), draw(1), 1) is not None
+    assert exchange_of(Exchange, parallel_state.get_tensor_model_parallel_group(), draw(1), 1) is not None
     parallel_state.destroy_model_parallel()
 
 
