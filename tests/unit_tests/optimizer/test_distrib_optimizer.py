@@ -164,12 +164,13 @@ BY_BUCKETS: dict[str, tuple[str, dict[str, Any]]] = {
 class Chunks:
     """Two chunks of a virtual pipeline, with one optimizer; of what it calls `calls` says in which order."""
 
-    def __init__(self, precision: str, settings: dict[str, Any], overlap: bool) -> None:
+    def __init__(self, precision: str, settings: dict[str, Any], overlap: bool, graphs: str = "none") -> None:
         self.groups = ProcessGroupCollection(dp_cp=dist.group.WORLD)
         buffers: dict[str, Any] = {"bucket_size": 100, "grad_reduce_in_fp32": precision == "bf16", "overlap_grad_reduce": True}
         ddp_config = DistributedDataParallelConfig(**buffers, overlap_param_gather=overlap, use_distributed_optimizer=True)
         models = [model.to(DTYPES[precision]) for model in (Toy(1), Mixed())]
-        self.chunks: list[Any] = [DistributedDataParallel(CONFIG, ddp_config, model, pg_collection=self.groups) for model in models]
+        model_config = SimpleNamespace(calculate_per_token_loss=False, cuda_graph_impl=graphs)
+        self.chunks: list[Any] = [DistributedDataParallel(model_config, ddp_config, model, pg_collection=self.groups) for model in models]
         config = OptimizerConfig(
             lr=1e-2, weight_decay=0.1, bf16=precision == "bf16", fp16=precision == "fp16", use_distributed_optimizer=True, **settings
         )
@@ -227,18 +228,18 @@ def test_updates_by_buckets_are_one_update_to_the_bit(ranks: int) -> None:
             assert steps == [4] * len(steps), f"{name}: a step counts once, a skipped one does not"
 
 
-def _calls_of_a_step(overlap: bool) -> tuple[list[tuple[str, set[str]]], set[str], int]:
+def _calls_of_a_step(overlap: bool, graphs: str = "none") -> tuple[list[tuple[str, set[str]]], set[str], int]:
     """(updates and gathers in their order, with the names of their parameters; those of which this rank has a part; groups)."""
     gather = ParamAndGradBuffer.gather_bucket
 
     def recorded(buffer: ParamAndGradBuffer, index: int, async_op: bool) -> None:
-        assert async_op == overlap
+        assert async_op == (overlap and graphs == "none")
         chunk = 0 if any(buffer is mine for mine in run.chunks[0].grad_buffers) else 1
         run.calls.append(("gather", {f"model{chunk}.{name}" for name in buffer.buckets[index].names}))
         gather(buffer, index, async_op)
 
     with mock.patch.object(ParamAndGradBuffer, "gather_bucket", recorded):
-        run = Chunks("bf16", {**NO_CLIP, "decoupled_lr": 1e-3}, overlap)
+        run = Chunks("bf16", {**NO_CLIP, "decoupled_lr": 1e-3}, overlap, graphs)
         run.step(0, poison=False)
     own = {entry.name for entry in run.optimizer.params if entry.main_param.numel() > 0}
     return run.calls, own, len(run.optimizer.param_groups)
@@ -269,8 +270,9 @@ def test_each_gather_starts_between_its_update_and_the_next(ranks: int) -> None:
     assert first == sorted(first) and len(first) > 6, "as the forward needs them, whichever buffer they are in"
 
 
-def test_without_gathers_in_the_background_there_is_one_update() -> None:
-    for calls, own, groups in run_on_ranks(2, _calls_of_a_step, False):
+@pytest.mark.parametrize(("ranks", "overlap", "graphs"), [(2, False, "none"), (2, True, "full_iteration"), (1, True, "none")])
+def test_without_gathers_in_the_background_there_is_one_update(ranks: int, overlap: bool, graphs: str) -> None:
+    for calls, own, groups in run_on_ranks(ranks, _calls_of_a_step, overlap, graphs):
         kinds = [kind for kind, _ in calls]
         num_updates = kinds.count("update")
         assert kinds == ["update"] * num_updates + ["gather"] * (len(kinds) - num_updates)
