@@ -115,7 +115,8 @@ class DistributedDataParallel(nn.Module):
         self._cleared = graphs == "local" or any(getattr(param, "adds_to_main_grad", False) for param in module.parameters())
         # a graph cannot wait for what was started outside of it
         gather_in_background = ddp_config.overlap_param_gather and graphs == "none"
-        self._param_gather = ParamGather(self.grad_buffers, module, gather_in_background) if ddp_config.use_distributed_optimizer else None
+        forward_order = self._sequence[::-1]
+        self._param_gather = ParamGather(forward_order, module, gather_in_background) if ddp_config.use_distributed_optimizer else None
         for buffer in self.grad_buffers:
             for param in buffer.params:
                 param.grad_ready = self._grad_ready_function(param)  # type: ignore[attr-defined]
@@ -232,6 +233,13 @@ class DistributedDataParallel(nn.Module):
             self._param_gather.start()
             if force_sync:
                 self._param_gather.finish()
+
+    def param_syncs(self) -> list[tuple[list[nn.Parameter], Callable[[], None]]]:
+        """start_param_sync() in pieces, where it goes on in the background; empty elsewhere.
+
+        (parameters of a bucket, what starts to collect them), to be called in this order, each after the update of its parameters.
+        """
+        return [] if self._param_gather is None else self._param_gather.one_by_one()
 
     def finish_param_sync(self) -> None:
         """Make every collection of parameters precede what follows: for who reads parameters without a forward."""

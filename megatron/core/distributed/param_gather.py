@@ -1,6 +1,6 @@
 """After the distributed optimizer's update: every rank collects the parts of the parameters that the others updated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,21 +11,22 @@ from megatron.core.utils import get_pg_size
 
 
 class ParamGather:
-    """The gathers of a module's buffers, bucket by bucket.
+    """The gathers of a module's buckets (buffer, index), in their order here: those that the forward needs first should be the first.
 
-    With `overlap` they run in the background, those that the forward needs first (the last registered in the buffers) first. A module waits
-    for the buckets of its own parameters, and of parameters that it is called with (a tied head is given the embedding's), just before its
-    forward: so the order in which modules run matters for speed alone, never for what they compute with. Who reads parameters without a
-    call of their module says so (weight_grad.wait_until_gathered). Parameters that were never asked for are waited for before the whole
-    module's forward.
+    With `overlap` they run in the background, each from its own update on: beside the updates of later buckets, and what is left of them
+    beside the forward. A module waits for the buckets of its own parameters, and of parameters that it is called with (a tied head is given
+    the embedding's), just before its forward: so the order in which modules run matters for speed alone, never for what they compute with.
+    Who reads parameters without a call of their module says so (weight_grad.wait_until_gathered). Parameters that were never asked for are
+    waited for before the whole module's forward.
     """
 
-    def __init__(self, buffers: Sequence[ParamAndGradBuffer], module: nn.Module, overlap: bool) -> None:
-        self.buffers = buffers
-        self.overlap = overlap and any(get_pg_size(buffer.group) > 1 for buffer in buffers)
+    def __init__(self, sequence: Sequence[tuple[ParamAndGradBuffer, int]], module: nn.Module, overlap: bool) -> None:
+        self.sequence = [(buffer, index) for buffer, index in sequence if get_pg_size(buffer.group) > 1]
+        self.overlap = overlap and bool(self.sequence)
         if not self.overlap:
             return
-        self._bucket_of = {id(param): bucket for buffer in buffers for bucket in buffer.buckets for param in bucket.params}
+        buckets = [buffer.buckets[index] for buffer, index in self.sequence]
+        self._bucket_of = {id(param): bucket for bucket in buckets for param in bucket.params}
         self._unasked = dict(self._bucket_of)
         for part in module.modules():
             own = [param for param in part.parameters(recurse=False) if id(param) in self._bucket_of]
@@ -53,15 +54,19 @@ class ParamGather:
 
     def start(self) -> None:
         """Collect all buckets; in the background with overlap."""
-        for buffer in self.buffers:
-            for index in reversed(range(len(buffer.buckets))):
-                buffer.gather_bucket(index, async_op=self.overlap)
+        for buffer, index in self.sequence:
+            buffer.gather_bucket(index, async_op=self.overlap)
+
+    def one_by_one(self) -> list[tuple[list[nn.Parameter], Callable[[], None]]]:
+        """What `start` does with overlap, in its order: (a bucket's parameters, what starts to collect them). Nothing without overlap."""
+        if not self.overlap:
+            return []
+        return [(buffer.buckets[index].params, partial(buffer.gather_bucket, index, async_op=True)) for buffer, index in self.sequence]
 
     def finish(self) -> None:
         """Make all gathers that were started precede what follows."""
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                finish(bucket)
+        for buffer, index in self.sequence:
+            finish(buffer.buckets[index])
 
 
 def finish(bucket: GradBucket) -> None:

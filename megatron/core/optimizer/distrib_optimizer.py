@@ -2,8 +2,9 @@
 
 The parts are those of the buffers' layout (distributed/param_and_grad_buffer.py): flat runs of elements, whose ends may lie inside a
 parameter. Gradients arrive by reduce-scatter; after the update the parameters are gathered in their own dtype (ZeRO stage 1,
-https://arxiv.org/abs/1910.02054). Experts are spread over the ranks that hold the same experts. With several optimizer instances each
-instance's ranks keep all parts among themselves, and all instances make the same update.
+https://arxiv.org/abs/1910.02054); where that goes on in the background, bucket by bucket, beside the update of the next ones. Experts are
+spread over the ranks that hold the same experts. With several optimizer instances each instance's ranks keep all parts among themselves,
+and all instances make the same update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.optimizer.clip_grads import NormGroups, NormPlan
+from megatron.core.optimizer.fused_optimizers import Part
 from megatron.core.optimizer.optimizer import MegatronOptimizer, OptimizedParam
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -84,6 +86,22 @@ class DistributedOptimizer(MegatronOptimizer):
         self.shard_groups = (model_chunks[0].dense_shard_group, model_chunks[0].expert_shard_group)
         super().__init__(*args, model_chunks=model_chunks, **kwargs)
         self._by_param = {id(entry.model_param): entry for entry in self.params}
+        self._parts = self._parts_of_update()
+
+    def _parts_of_update(self) -> list[Part]:
+        """Bucket by bucket, each with its gather, where gathers run in the background; nothing where one update does.
+
+        What is gathered by nobody (of experts that no other rank has) is updated at the end, beside the last gathers.
+        """
+        rest = {id(entry.model_param): number for number, entry in enumerate(self.params)}
+        parts: list[Part] = []
+        for chunk in self.model_chunks:
+            for params, gather in chunk.param_syncs():  # type: ignore[operator]
+                # a bucket may have parameters of several groups, and some that were frozen since; in the optimizer's order
+                parts.append((sorted(rest.pop(id(param)) for param in params if id(param) in rest), gather))
+        if parts and rest:
+            parts.append((list(rest.values()), None))
+        return parts
 
     def _make_norm_plan(self, groups: ProcessGroupCollection) -> NormPlan:
         named = [(entry.name, entry.model_param) for entry in self.params]
@@ -102,7 +120,10 @@ class DistributedOptimizer(MegatronOptimizer):
     def step_with_ready_grads(self, grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, skip: torch.Tensor) -> None:
         for chunk in self.model_chunks:  # a gather that no forward waited for must not read what is written now
             chunk.finish_param_sync()  # type: ignore[operator]
-        super().step_with_ready_grads(grads, grad_scale, skip)
+        if self._parts:
+            self._update(grads, grad_scale, skip, self._parts)
+            return
+        self._update(grads, grad_scale, skip)
         for chunk in self.model_chunks:
             chunk.start_param_sync()  # type: ignore[operator]
 

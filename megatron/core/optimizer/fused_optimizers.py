@@ -14,6 +14,8 @@ from megatron.core.fusions.kernels import kernels_run_on
 
 Tensors = list[torch.Tensor]
 Targets = list[torch.Tensor | None]
+# Numbers of parameters that are updated together, counted through all groups, and what is called once their update has been issued
+Part = tuple[Sequence[int], Callable[[], None] | None]
 KERNEL_ELEMENTS = 1 << 23  # from this size on a launch of its own costs the host less than it saves the GPU
 
 
@@ -42,36 +44,55 @@ class FusedOptimizer:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor,
         targets: Sequence[torch.Tensor | None] | None = None,
+        parts: Sequence[Part] | None = None,
     ) -> None:
         """One update. `grads` follows the parameters of all groups in order, in their dtypes; they may be divided by grad_scale in place.
 
         grad_scale, found_inf: 0-d fp32 tensors on the parameters' device. targets: for each parameter where its rounded copy goes, or
-        None; after a skipped step it holds what it held.
+        None; after a skipped step it holds what it held. parts: each parameter once; None: all at once, which gives the same bits.
         """
         if grad_scale is not None:
             # the kernels read the scale as fp32, which would cost fp64 gradients their precision
             wide = [grad for grad in grads if grad.dtype == torch.float64]
             if wide:
                 torch._foreach_div_(wide, grad_scale)
-        remaining = iter(zip(grads, targets if targets is not None else [None] * len(grads), strict=True))
+            grad_scale = grad_scale.float()
         for group in self.param_groups:
             group["step"] += 1.0 - found_inf
-            by_dtype: dict[torch.dtype, tuple[Tensors, Tensors, Targets]] = {}
-            for param in group["params"]:
-                grad, target = next(remaining)
-                if param.numel() == 0:  # a part of a parameter of which another rank has everything
-                    continue
-                kept = by_dtype.setdefault(param.dtype, ([], [], []))
-                kept[0].append(param)
-                kept[1].append(grad)
-                kept[2].append(target)
-            for dtype, (params, group_grads, copies) in by_dtype.items():
-                scale = None if grad_scale is None or dtype == torch.float64 else grad_scale.float()
-                states = [[self.state[param][name] for param in params] for name in self.state_names]
-                self._update(group, params, group_grads, states, copies, scale, found_inf)
-                written = [(copy, param) for copy, param in zip(copies, params, strict=True) if copy is not None]
-                if written:
-                    torch._foreach_copy_([copy for copy, _ in written], [param for _, param in written])
+        self._begin_step()
+        numbered = [(group, param) for group in self.param_groups for param in group["params"]]
+        copies = targets if targets is not None else [None] * len(numbered)
+        assert len(numbered) == len(grads) == len(copies)
+        for numbers, then in parts if parts is not None else [(range(len(numbered)), None)]:
+            by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
+            for number in numbers:
+                group, param = numbered[number]
+                if param.numel() > 0:  # else a part of a parameter of which another rank has everything
+                    by_kind.setdefault((id(group), param.dtype), []).append(number)
+            for same in by_kind.values():
+                chosen = [(numbered[number][1], grads[number], copies[number]) for number in same]
+                self._update_alike(numbered[same[0]][0], chosen, grad_scale, found_inf)
+            if then is not None:
+                then()
+
+    def _update_alike(
+        self,
+        group: dict[str, Any],
+        chosen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+    ) -> None:
+        """Update (parameter, gradient, target) of one group and dtype."""
+        params, grads, targets = [param for param, _, _ in chosen], [grad for _, grad, _ in chosen], [target for _, _, target in chosen]
+        states = [[self.state[param][name] for param in params] for name in self.state_names]
+        scale = None if params[0].dtype == torch.float64 else grad_scale
+        self._update(group, params, grads, states, targets, scale, found_inf)
+        written = [(target, param) for target, param in zip(targets, params, strict=True) if target is not None]
+        if written:
+            torch._foreach_copy_([target for target, _ in written], [param for _, param in written])
+
+    def _begin_step(self) -> None:
+        """The step counts of all groups have moved; no parameter has."""
 
     def _update(
         self,
@@ -99,7 +120,11 @@ class FusedAdam(FusedOptimizer):
             group.update(betas=betas, eps=eps, bias_correction=True)
         self.decoupled = decoupled_weight_decay
         self.kernel: Callable[..., None] = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+        self._corrections: dict[int, torch.Tensor] = {}  # of the groups whose large tensors this step has met
         super().__init__(param_groups)
+
+    def _begin_step(self) -> None:
+        self._corrections.clear()
 
     def _update(self, group, params, grads, states, targets, grad_scale, found_inf):  # type: ignore[no-untyped-def]
         by_kernel = [_large(param, grad, target) for param, grad, target in zip(params, grads, targets, strict=True)]
@@ -132,7 +157,9 @@ class FusedAdam(FusedOptimizer):
         from megatron.core.fusions.kernels import adam
 
         settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        corrections = adam.bias_corrections(group["step"], group["betas"])
+        if id(group) not in self._corrections:  # a dozen launches, once for all parts of a step
+            self._corrections[id(group)] = adam.bias_corrections(group["step"], group["betas"])
+        corrections = self._corrections[id(group)]
         for index in [index for index, large in enumerate(chosen) if large]:
             adam.update(
                 params[index],

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.fp8.model import Fp8Steps
 from megatron.core.optimizer.clip_grads import NormGroups, NormPlan, clip_coefficient
-from megatron.core.optimizer.fused_optimizers import FusedOptimizer
+from megatron.core.optimizer.fused_optimizers import FusedOptimizer, Part
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -133,8 +133,14 @@ class MegatronOptimizer:
 
     def step_with_ready_grads(self, grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, skip: torch.Tensor) -> None:
         """Update main parameters (unless the 0-d bool `skip`), then the model's."""
+        self._update(grads, grad_scale, skip)
+
+    def _update(
+        self, grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, skip: torch.Tensor, parts: Sequence[Part] | None = None
+    ) -> None:
+        """parts: see FusedOptimizer.step."""
         targets = [entry.model_tensor if entry.has_copy else None for entry in self.params]
-        self.optimizer.step(grads, grad_scale, skip.float(), targets)
+        self.optimizer.step(grads, grad_scale, skip.float(), targets, parts)
 
     @torch.no_grad()
     def _copy_main_to_model(self) -> None:

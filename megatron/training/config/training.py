@@ -86,7 +86,9 @@ class DistributedFlags:
         False, "Each data-parallel rank keeps the optimizer's state of, and updates, its share of the parameters alone."
     )
     overlap_param_gather: bool = flag(
-        False, "With --use-distributed-optimizer and --overlap-grad-reduce: updated parameters are gathered while the forward pass runs."
+        False,
+        "With --use-distributed-optimizer and --overlap-grad-reduce: each bucket's parameters are gathered, once updated, while later ones "
+        "are updated and the forward pass runs.",
     )
     num_distributed_optimizer_instances: int = flag(
         1,

@@ -1,6 +1,7 @@
 """Triton kernels against their plain twins: in Triton's interpreter on the CPU, compiled on a GPU (`make test-gpu`)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -232,6 +233,34 @@ def test_adam(monkeypatch: pytest.MonkeyPatch, decoupled: bool, scaled: bool) ->
     for fast, plain in zip(*found, strict=True):
         tolerance = 2.0**-7 if plain.dtype is torch.bfloat16 else 3e-6
         torch.testing.assert_close(fast, plain, rtol=tolerance, atol=1e-6)
+
+
+def test_adam_in_parts_is_adam_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts go across groups, one has no elements; each is over when its function is called, and a step counts once."""
+    monkeypatch.setattr(fused_optimizers, "KERNEL_ELEMENTS", 100)
+    monkeypatch.setattr(kernels, "interpreted", not device.has_accelerator())
+    made = mock.Mock(side_effect=adam_kernels.bias_corrections)
+    monkeypatch.setattr(adam_kernels, "bias_corrections", made)
+    where, found = device.current_device(), []
+    for split in (False, True):
+        torch.manual_seed(6)
+        params = [torch.randn(size, device=where) for size in (7, 500, 130, 0, 5, 300)]
+        targets = [None if number % 2 else torch.zeros_like(param).bfloat16() for number, param in enumerate(params)]
+        groups: list[dict[str, Any]] = [{"params": params[:3], "lr": 1e-2, "weight_decay": 0.1}]
+        groups.append({"params": params[3:], "lr": 1e-3, "weight_decay": 0.0})
+        optimizer = fused_optimizers.FusedAdam(groups, (0.9, 0.95), 1e-8)
+        over: list[int] = []
+        parts = [([1, 5], partial(over.append, 5)), ([3], None), ([0, 2, 4], partial(over.append, 4))] if split else None
+        for skip in (0.0, 1.0, 0.0):
+            grads = [torch.randn(param.shape, device=where) for param in params]
+            made.reset_mock()
+            optimizer.step(grads, torch.tensor(8.0, device=where), torch.tensor(skip, device=where), targets, parts)
+            assert made.call_count == 2, "once for each group"
+        assert over == ([5, 4] * 3 if split else [])
+        assert [group["step"].item() for group in groups] == [2.0, 2.0]
+        kept = [target for target in targets if target is not None]
+        found.append([*params, *kept, *(state for param in params for state in optimizer.state[param].values())])
+    assert all(torch.equal(whole, split) for whole, split in zip(*found, strict=True))
 
 
 @settings(max_examples=25, deadline=None)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica, leaves
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -131,6 +133,152 @@ def test_clipping_and_a_poisoned_step_in_float64():
             torch.testing.assert_close(right[name], value, rtol=1e-9, atol=1e-12, msg=name)
         assert reports[0] == reports[2] == ([("fc1", 1)], 1, 5)
         assert reports[3] == pytest.approx(reports[1], rel=1e-12)
+
+
+class Mixed(Toy):
+    """One parameter stays in fp32, and so has a buffer of its own; one is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.fc1.requires_grad_(False)
+
+    def to(self, dtype: torch.dtype) -> "Mixed":  # type: ignore[override]
+        super().to(dtype)
+        self.unused.data = self.unused.data.float()
+        return self
+
+
+# name -> (precision, optimizer settings); clipped, but for sgd, and with a NaN in one step
+BY_BUCKETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("fp32", {"clip_grad": 0.5}),
+    "adam, not adamw": ("bf16", {"clip_grad": 0.5, "decoupled_weight_decay": False}),
+    "sgd": ("bf16", {**NO_CLIP, "optimizer": "sgd"}),
+    "fp16, learning rates by group": (
+        "fp16",
+        {"clip_grad": 0.5, "initial_loss_scale": 2.0**12, "loss_scale_window": 2, "decoupled_lr": 1e-3},
+    ),
+    "fp64": ("fp64", {"clip_grad": 0.5}),
+}
+
+
+class Chunks:
+    """Two chunks of a virtual pipeline, with one optimizer; of what it calls `calls` says in which order."""
+
+    def __init__(self, precision: str, settings: dict[str, Any], overlap: bool, graphs: str = "none") -> None:
+        self.groups = ProcessGroupCollection(dp_cp=dist.group.WORLD)
+        buffers: dict[str, Any] = {"bucket_size": 100, "grad_reduce_in_fp32": precision == "bf16", "overlap_grad_reduce": True}
+        ddp_config = DistributedDataParallelConfig(**buffers, overlap_param_gather=overlap, use_distributed_optimizer=True)
+        models = [model.to(DTYPES[precision]) for model in (Toy(1), Mixed())]
+        model_config = SimpleNamespace(calculate_per_token_loss=False, cuda_graph_impl=graphs)
+        self.chunks: list[Any] = [DistributedDataParallel(model_config, ddp_config, model, pg_collection=self.groups) for model in models]
+        config = OptimizerConfig(
+            lr=1e-2, weight_decay=0.1, bf16=precision == "bf16", fp16=precision == "fp16", use_distributed_optimizer=True, **settings
+        )
+        self.optimizer = get_megatron_optimizer(config, self.chunks, pg_collection=self.groups)
+        self.calls: list[tuple[str, set[str]]] = []
+        self._record()
+
+    def _record(self) -> None:
+        names = {id(entry.main_param): entry.name for entry in self.optimizer.params}
+        inner: Any = self.optimizer.optimizer
+        kept = inner._update
+
+        def update(group: Any, params: Any, *more: Any) -> None:
+            self.calls.append(("update", {names[id(param)] for param in params}))
+            kept(group, params, *more)
+
+        inner._update = update
+
+    def step(self, number: int, poison: bool) -> list[float]:
+        losses = []
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            loss = chunk(own_tokens(number)).mean()
+            self.optimizer.scale_loss(loss * float("nan") if poison else loss).backward()
+            losses.append(loss.item())
+        finalize_model_grads(self.chunks, pg_collection=self.groups)
+        updated, norm, _ = self.optimizer.step()
+        return [*losses, updated.item(), norm.item() if updated else 0.0]
+
+    def everything(self) -> list[torch.Tensor]:
+        weights = [value for chunk in self.chunks for value in params(chunk).values()]
+        states = [tensor for entry in self.optimizer.params for tensor in self.optimizer.state[entry.main_param].values()]
+        mains = [entry.main_param.detach().clone() for entry in self.optimizer.params]
+        return [*weights, *mains, *states, *(group["step"] for group in self.optimizer.param_groups)]
+
+
+def _by_buckets() -> dict[str, Any]:
+    """name -> (rows of losses, everything that training has made of the run) without and with gathers in the background."""
+    found: dict[str, Any] = {}
+    for name, (precision, settings) in BY_BUCKETS.items():
+        both = [Chunks(precision, settings, overlap) for overlap in (False, True)]
+        rows = [[run.step(number, poison=number == 2 and dist.get_rank() == 1) for number in range(5)] for run in both]
+        same = [torch.equal(left, right) for left, right in zip(*(run.everything() for run in both), strict=True)]
+        found[name] = (rows, same, [int(group["step"]) for group in both[1].optimizer.param_groups])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_updates_by_buckets_are_one_update_to_the_bit(ranks: int) -> None:
+    for results in run_on_ranks(ranks, _by_buckets):
+        for name, (rows, same, steps) in results.items():
+            assert rows[0] == rows[1], name
+            assert all(same), name
+            assert [row[2] for row in rows[1]] == [True, True, False, True, True], name
+            assert steps == [4] * len(steps), f"{name}: a step counts once, a skipped one does not"
+
+
+def _calls_of_a_step(overlap: bool, graphs: str = "none") -> tuple[list[tuple[str, set[str]]], set[str], int]:
+    """(updates and gathers in their order, with the names of their parameters; those of which this rank has a part; groups)."""
+    gather = ParamAndGradBuffer.gather_bucket
+
+    def recorded(buffer: ParamAndGradBuffer, index: int, async_op: bool) -> None:
+        assert async_op == (overlap and graphs == "none")
+        chunk = 0 if any(buffer is mine for mine in run.chunks[0].grad_buffers) else 1
+        run.calls.append(("gather", {f"model{chunk}.{name}" for name in buffer.buckets[index].names}))
+        gather(buffer, index, async_op)
+
+    with mock.patch.object(ParamAndGradBuffer, "gather_bucket", recorded):
+        run = Chunks("bf16", {**NO_CLIP, "decoupled_lr": 1e-3}, overlap, graphs)
+        run.step(0, poison=False)
+    own = {entry.name for entry in run.optimizer.params if entry.main_param.numel() > 0}
+    return run.calls, own, len(run.optimizer.param_groups)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_gather_starts_between_its_update_and_the_next(ranks: int) -> None:
+    gathers, most = [], 0
+    for calls, own, _ in run_on_ranks(ranks, _calls_of_a_step, True):
+        updated: set[str] = set()
+        gathered: set[str] = set()
+        before = 0
+        for kind, names in calls:
+            if kind == "update":
+                assert not names & updated
+                updated |= names
+                before += 1
+            else:
+                gathered |= names
+                assert updated == gathered & own, f"{names}: all that this bucket has, and nothing of later ones"
+                most, before = max(most, before), 0
+        assert updated == own
+        gathers.append([names for kind, names in calls if kind == "gather"])
+    assert most > 1, "some bucket has parameters of several groups"
+    assert all(order == gathers[0] for order in gathers), "all ranks gather in one order"
+    registered = [f"model{chunk}.{name}" for chunk in range(2) for name, _ in Toy(1).named_parameters()]
+    first = [min(registered.index(name) for name in names) for names in gathers[0]]
+    assert first == sorted(first) and len(first) > 6, "as the forward needs them, whichever buffer they are in"
+
+
+@pytest.mark.parametrize(("ranks", "overlap", "graphs"), [(2, False, "none"), (2, True, "full_iteration"), (1, True, "none")])
+def test_without_gathers_in_the_background_there_is_one_update(ranks: int, overlap: bool, graphs: str) -> None:
+    for calls, own, groups in run_on_ranks(ranks, _calls_of_a_step, overlap, graphs):
+        kinds = [kind for kind, _ in calls]
+        num_updates = kinds.count("update")
+        assert kinds == ["update"] * num_updates + ["gather"] * (len(kinds) - num_updates)
+        # a call for each group, and one more for the fp32 parameter
+        assert num_updates <= groups + 1
+        assert set().union(*(names for kind, names in calls if kind == "update")) == own
 
 
 class Shuffled(Toy):

@@ -149,13 +149,17 @@ def _overlap_bits(layouts: tuple[dict[str, int], ...]) -> list[bool]:
         bases: tuple[dict[str, Any], ...] = ({}, SPREAD) if "instances" not in layout else ({**SPREAD, **instances},)
         for base in bases:
             for size in (150, 10**6):  # in one large bucket experts without tokens share it with others
-                both = [train(False, groups, **base, **more, bucket_size=size)[2] for more in ({}, OVERLAP)]
-                found += [torch.equal(both[0][key], both[1][key]) for key in both[0]]
+                ways = [{}, OVERLAP, {**OVERLAP, "overlap_param_gather": True}][: 3 if base else 2]
+                runs = [train(False, groups, **base, **more, bucket_size=size)[2] for more in ways]
+                found += [torch.equal(runs[0][key], run[key]) for run in runs[1:] for key in run]
     return found
 
 
 def test_overlap_changes_no_bit_though_ranks_have_experts_without_tokens() -> None:
-    """Some ranks wait in vain for an expert's gradient, others do not: they reduce in one order all the same."""
+    """Some ranks wait in vain for an expert's gradient, others do not: they reduce in one order all the same.
+
+    Parameters are then updated bucket by bucket; experts that no other rank has (the last layout) after all that is gathered.
+    """
     for found in run_on_ranks(4, _overlap_bits, ({"ep": 1}, {"ep": 2}, {"ep": 2, "instances": 2})):
         assert found and all(found)
 
