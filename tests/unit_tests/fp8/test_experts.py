@@ -182,7 +182,8 @@ def test_a_layer_is_that_of_fp32_but_for_eight_bits(is_grouped: bool, recipe: st
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in THERE if recipe != "tensorwise"])
 def test_sequential_and_grouped_experts_differ_in_scales_alone(recipe: str) -> None:
-    """With scales of blocks not even there."""
+    """With scales of blocks not even there: the same products of the same numbers, but for the order of sums."""
+    tolerance = BF16 if recipe == "delayed" or device.has_accelerator() else SUMS
     configs = [config_of(moe_grouped_gemm=is_grouped, fp8_recipe=recipe, fp8_margin=2) for is_grouped in (True, False)]
     layers = [layer_of(config) for config in configs]  # the margin leaves room: nothing saturates
     steps = [Fp8Steps([layer], ProcessGroupCollection()) for layer in layers]
@@ -193,9 +194,9 @@ def test_sequential_and_grouped_experts_differ_in_scales_alone(recipe: str) -> N
             results.append(step(layer, seed))
             fp8.end_step()
         for found, expected in zip(*results, strict=True):
-            close(found, expected, BF16 if recipe == "delayed" else SUMS)
+            close(found, expected, tolerance)
         for name, expected in gradients(layers[1]).items():
-            close(gradients(layers[0])[name], expected, BF16 if recipe == "delayed" else SUMS)
+            close(gradients(layers[0])[name], expected, tolerance)
 
 
 @pytest.mark.parametrize("is_grouped", [True, False])
