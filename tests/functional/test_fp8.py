@@ -43,8 +43,10 @@ def mean(losses: list[float]) -> float:
     return sum(losses) / len(losses)
 
 
-def test_learns_as_in_bf16(golden: Path, tmp_path: Path) -> None:
-    assert_learns_alike(*(curve(golden, tmp_path, 30, precision) for precision in ("--bf16", f"{HYBRID} delayed")))
+@pytest.mark.parametrize(("recipe", "more"), [("delayed", ""), ("blockwise", MOE), pytest.param("mxfp8", MOE, marks=pytest.mark.slow)])
+def test_learns_as_in_bf16(golden: Path, tmp_path: Path, recipe: str, more: str) -> None:
+    precisions = ("--bf16", f"{HYBRID} {recipe}")
+    assert_learns_alike(*(curve(golden, tmp_path, 30, f"{precision} {more}") for precision in precisions))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,7 @@ def test_schedules_recompute_and_overlap_change_nothing(corpus: Path) -> None:
     [
         ("delayed", ""),
         ("delayed", MOE),
+        ("blockwise", MOE),
         pytest.param("tensorwise", "", marks=pytest.mark.slow),
         pytest.param("tensorwise", MOE, marks=pytest.mark.slow),
         pytest.param("delayed", MOE.replace("--moe-grouped-gemm", ""), marks=pytest.mark.slow),
@@ -136,7 +139,7 @@ def test_checkpoints_with_and_without_fp8_state_load_each_other(corpus: Path, tm
         assert result.out.count("no history of scales for 8 linears") == notes
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_experts_save_and_go_on(corpus: Path, tmp_path: Path, recipe: str) -> None:
     """To the bit, and on another number of expert-parallel ranks; no metadata where the recipe has no state."""
     flags, folder = f"{HYBRID} {recipe} {MOE}", f"--save {tmp_path} --load {tmp_path}"

@@ -65,7 +65,7 @@ CONFIGURATIONS |= {
     for recipe in ("delayed", "tensorwise", "blockwise")
 } | {
     f"moe8x-fp8-{recipe}": ("pretrain_llama.py", f"{CONFIGURATIONS['moe8x'][1]} --fp8-format hybrid --fp8-recipe {recipe}")
-    for recipe in ("delayed", "tensorwise")
+    for recipe in ("delayed", "tensorwise", "blockwise")
 }
 
 # shapes of whole models, for several GPUs

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core import device
+from megatron.core.fp8.block_experts import Fp8BlockExperts
 from megatron.core.fp8.experts import Fp8Experts
 from megatron.core.fp8.linear import Fp8Linear
 from megatron.core.fp8.scaling import ROLES, DelayedScaling, joined
@@ -23,8 +24,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def use_fp8(layer: torch.nn.Module, config: Any, layer_number: int) -> None:
-    """Give the linears of a decoder layer (numbered over the whole model from 1) to FP8, as its config says. Those of experts that share a
-    parameter only with one scale a tensor: there is no product of blocks for them.
+    """Give the linears of a decoder layer (numbered over the whole model from 1), of routed experts too, to FP8, as its config says.
 
     Another backend's linears are its own matter. Raises ValueError for a linear whose sizes on this rank FP8 products do not take, and for
     a recipe that this device has not.
@@ -38,8 +38,8 @@ def use_fp8(layer: torch.nn.Module, config: Any, layer_number: int) -> None:
     for name, module in layer.named_modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None:
             module.fp8 = Fp8Linear(settings, module.weight)
-        elif isinstance(module, GroupedLinear) and settings.one_scale:
-            module.fp8 = Fp8Experts(settings, module.weight)
+        elif isinstance(module, GroupedLinear):
+            module.fp8 = (Fp8Experts if settings.one_scale else Fp8BlockExperts)(settings, module.weight)
         if isinstance(getattr(module, "fp8", None), Fp8Linear) and any(size % ALIGNMENT for size in module.weight.shape[-2:]):
             odd.append(f"{name} {tuple(module.weight.shape)}")
     if odd:

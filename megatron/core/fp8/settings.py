@@ -97,13 +97,13 @@ def _size_problems(settings: Any, groups: int | None) -> Iterator[BrokenRule]:
         if outputs % ALIGNMENT or inputs % ALIGNMENT:
             rule = f"gives a rank {outputs} rows of queries, keys and values, {inputs} of heads: FP8 products need multiples of {ALIGNMENT}"
             yield BrokenRule("kv_channels", rule, -(-width // ALIGNMENT) * ALIGNMENT)
-    for name, of, ranks, quantized in (
-        ("ffn_hidden_size", "", tp, True),
-        ("moe_ffn_hidden_size", " of an expert", settings.expert_tensor_parallel_size or tp, experts_are_quantized(settings)),
-        ("moe_shared_expert_intermediate_size", " of the shared experts", tp, True),
+    for name, of, ranks in (
+        ("ffn_hidden_size", "", tp),
+        ("moe_ffn_hidden_size", " of an expert", settings.expert_tensor_parallel_size or tp),
+        ("moe_shared_expert_intermediate_size", " of the shared experts", tp),
     ):
         size = getattr(settings, name)
-        if size and size % ranks == 0 and size // ranks % ALIGNMENT and quantized:
+        if size and size % ranks == 0 and size // ranks % ALIGNMENT:
             rule = f"gives a rank {size // ranks} channels{of}: FP8 products need a multiple of {ALIGNMENT}"
             yield BrokenRule(name, rule, -(-size // (ALIGNMENT * ranks)) * ALIGNMENT * ranks)
 
@@ -122,8 +122,3 @@ def _latent_size_problems(settings: Any, tp: int) -> Iterator[BrokenRule]:
         if rows % ALIGNMENT:
             rule = f"gives a rank {rows} rows of {of}: FP8 products need multiples of {ALIGNMENT}"
             yield BrokenRule(name, rule, -(-getattr(settings, name) // ALIGNMENT) * ALIGNMENT)
-
-
-def experts_are_quantized(settings: Any) -> bool:
-    """Whether the products of routed experts are in FP8, of a model that has any."""
-    return bool(settings.fp8) and (settings.fp8_recipe in ONE_SCALE or not settings.moe_grouped_gemm)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.broken_rule import BrokenRule
-from megatron.core.fp8.settings import experts_are_quantized, fp8_problems
+from megatron.core.fp8.settings import fp8_problems
 from megatron.core.num_microbatches_calculator import parse_step_batch_size_schedule
 from megatron.core.transformer.recompute import recompute_problems
 from megatron.training.argument_utils import Problem, all_fields, spellings, value_type
@@ -398,7 +398,7 @@ def check_run(args: Args) -> Iterator[Problem]:
 
 
 def _expert_notes(args: Args) -> Iterator[str]:
-    """Flags of experts that another one makes idle, experts that FP8 leaves out, and the one balance loss that depends on the layout."""
+    """Flags of experts that another one makes idle, and the one balance loss that depends on the layout."""
     balancing = args.moe_router_load_balancing_type
     if args.num_experts is None:
         if was_given(args, "expert_tensor_parallel_size") and args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
@@ -412,8 +412,6 @@ def _expert_notes(args: Args) -> Iterator[str]:
         yield f"--moe-token-drop-policy {args.moe_token_drop_policy} has no effect without --moe-expert-capacity-factor: nothing is dropped"
     if was_given(args, "moe_router_bias_update_rate") and not args.moe_router_enable_expert_bias:
         yield f"--moe-router-bias-update-rate {args.moe_router_bias_update_rate} has no effect without --moe-router-enable-expert-bias"
-    if args.fp8 and not experts_are_quantized(args):
-        yield f"--fp8-recipe {args.fp8_recipe}: routed experts stay in bf16 with --moe-grouped-gemm; without it they do not"
     if "global_aux_loss" in (balancing if isinstance(balancing, list) else [balancing]):
         yield (
             "--moe-router-load-balancing-type global_aux_loss counts tokens over the data-parallel ranks and a step's micro batches so "

@@ -157,7 +157,8 @@ def step(layer: MoELayer, seed: int, tokens: int = 24, scale: float = 1.0) -> li
     return [out.detach(), x.grad]
 
 
-@pytest.mark.parametrize(("is_grouped", "recipe"), [*((True, r) for r in ONE_SCALE), *((False, r) for r in THERE)])
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("recipe", THERE)
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
 def test_a_layer_is_that_of_fp32_but_for_eight_bits(is_grouped: bool, recipe: str, form: str) -> None:
     layers = [layer_of(config_of(fp8, fp8_recipe=recipe, moe_grouped_gemm=is_grouped)) for fp8 in (None, form)]
@@ -179,8 +180,12 @@ def test_a_layer_is_that_of_fp32_but_for_eight_bits(is_grouped: bool, recipe: st
         assert 1e-3 < error(found, expected) < 0.2, name
 
 
-def test_sequential_and_grouped_experts_differ_in_scales_alone() -> None:
-    layers = [layer_of(config_of(moe_grouped_gemm=is_grouped, fp8_margin=2)) for is_grouped in (True, False)]  # room: nothing saturates
+@pytest.mark.parametrize("recipe", [recipe for recipe in THERE if recipe != "tensorwise"])
+def test_sequential_and_grouped_experts_differ_in_scales_alone(recipe: str) -> None:
+    """With scales of blocks not even there: the same products of the same numbers, but for the order of sums."""
+    tolerance = BF16 if recipe == "delayed" or device.has_accelerator() else SUMS
+    configs = [config_of(moe_grouped_gemm=is_grouped, fp8_recipe=recipe, fp8_margin=2) for is_grouped in (True, False)]
+    layers = [layer_of(config) for config in configs]  # the margin leaves room: nothing saturates
     steps = [Fp8Steps([layer], ProcessGroupCollection()) for layer in layers]
     for seed in range(3):
         results = []
@@ -189,15 +194,16 @@ def test_sequential_and_grouped_experts_differ_in_scales_alone() -> None:
             results.append(step(layer, seed))
             fp8.end_step()
         for found, expected in zip(*results, strict=True):
-            close(found, expected)
+            close(found, expected, tolerance)
         for name, expected in gradients(layers[1]).items():
-            close(gradients(layers[0])[name], expected, BF16)
+            close(gradients(layers[0])[name], expected, tolerance)
 
 
-def test_an_expert_without_tokens_is_no_trouble() -> None:
-    """Sequential experts of all recipes see empty inputs; their weights' gradients are zero."""
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_an_expert_without_tokens_is_no_trouble(is_grouped: bool) -> None:
+    """Its weights' gradients are zero, with every recipe."""
     for recipe in THERE:
-        layer = layer_of(config_of(moe_grouped_gemm=False, fp8_recipe=recipe, moe_router_topk=1, moe_router_pre_softmax=True))
+        layer = layer_of(config_of(moe_grouped_gemm=is_grouped, fp8_recipe=recipe, moe_router_topk=1, moe_router_pre_softmax=True))
         with_buffers(layer)
         results = step(layer, 1, tokens=2)
         assert all(t.isfinite().all() and t.any() for t in results)
@@ -225,7 +231,7 @@ def test_weights_are_quantized_once_an_epoch_and_stay_in_their_place() -> None:
         close(rows, linear.weight.detach(), 2.0**-4)
 
 
-@pytest.mark.parametrize("recipe", ONE_SCALE)
+@pytest.mark.parametrize("recipe", THERE)
 @pytest.mark.parametrize("way", ["layer", "moe_act"])
 def test_recompute_changes_no_bit_and_no_scale(recipe: str, way: str) -> None:
     found: list[list[torch.Tensor]] = []
@@ -261,9 +267,10 @@ def test_evaluation_uses_the_scales_and_leaves_no_trace() -> None:
 @pytest.mark.skipif(not device.has_accelerator(), reason="a CPU waits for nobody")
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
-def test_nothing_waits_for_the_device(is_fused: bool, form: str) -> None:
-    """But for the counts, which weight gradients group by group read when they have arrived."""
-    linear = linear_of(config_of(form))
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_nothing_waits_for_the_device(is_fused: bool, form: str, recipe: str) -> None:
+    """But for the counts' one copy, which products group by group read when it has arrived."""
+    linear = linear_of(config_of(form, fp8_recipe=recipe))
     for waits in ("default", "error"):  # what is tried once is tried in the first pass
         for batch in range(2):
             if is_fused and batch == 0:
@@ -282,11 +289,11 @@ def test_which_recipes_quantize_whose_weights() -> None:
     def quantized(**more: Any) -> int:
         return sum(1 for _ in fp8_linears(layer_of(config_of(**more))))
 
-    assert [quantized(fp8_recipe=recipe) for recipe in THERE] == [2 * (recipe in ONE_SCALE) for recipe in THERE]
+    assert all(quantized(fp8_recipe=recipe) == 2 for recipe in THERE)
     assert all(quantized(fp8_recipe=recipe, moe_grouped_gemm=False) == 2 * EXPERTS for recipe in THERE)
-    with pytest.raises(ValueError, match="moe_ffn_hidden_size 40: gives a rank 40 channels of an expert"):
-        config_of(moe_ffn_hidden_size=40)
-    assert config_of(moe_ffn_hidden_size=40, fp8_recipe="blockwise").moe_ffn_hidden_size == 40, "in bf16"
+    for recipe in RECIPES:
+        with pytest.raises(ValueError, match="moe_ffn_hidden_size 40: gives a rank 40 channels of an expert"):
+            config_of(moe_ffn_hidden_size=40, fp8_recipe=recipe)
 
 
 # --- ranks ---
@@ -321,7 +328,13 @@ def _steps_of(recipe: str, is_grouped: bool, tp_only: bool) -> tuple[list[torch.
 
 @pytest.mark.parametrize(
     ("recipe", "is_grouped", "tp_only"),
-    [("delayed", True, False), ("delayed", True, True), ("delayed", False, False), ("tensorwise", True, False)],
+    [
+        ("delayed", True, False),
+        ("delayed", True, True),
+        ("delayed", False, False),
+        ("tensorwise", True, False),
+        ("blockwise", True, False),
+    ],
 )
 def test_two_expert_parallel_ranks_compute_what_one_does(recipe: str, is_grouped: bool, tp_only: bool) -> None:
     """A margin leaves room for what the first step's scales, of the first values that a rank sees, do not know of."""

@@ -133,6 +133,11 @@ BAD = [
         1,
         ["--moe-shared-expert-intermediate-size 50", "gives a rank 50 channels of the shared experts", "size 64"],
     ),
+    (
+        f"{FP8} --fp8-recipe blockwise --num-experts 4 --moe-grouped-gemm --moe-ffn-hidden-size 40",
+        1,
+        ["--moe-ffn-hidden-size 40", "gives a rank 40 channels of an expert", "size 48"],
+    ),
     (f"{FP8} {LATENT} --q-lora-rank 25", 1, ["--q-lora-rank 25", "multiple of 16", "--q-lora-rank 32"]),
     (f"{FP8} {LATENT} --kv-lora-rank 20", 1, ["--kv-lora-rank 20", "multiple of 16", "--kv-lora-rank 32"]),
     (f"{FP8} {LATENT} --v-head-dim 5", 1, ["--v-head-dim 5", "rows of values", "--v-head-dim 16"]),

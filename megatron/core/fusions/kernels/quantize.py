@@ -184,11 +184,11 @@ def quantize_tensor(
 
 
 @triton.jit
-def store_row_blocks(out, inverse, value, quad, column, rows, columns, block, stride, PHASE: tl.constexpr, LARGEST: tl.constexpr):
-    """value [quads, 128]: a block a row; out [rows, stride]; inverse [blocks, rows]."""
+def store_row_blocks(out, inverse, value, quad, column, rows, columns, block, stride, lines, PHASE: tl.constexpr, LARGEST: tl.constexpr):
+    """value [quads, 128]: a block a row; out [rows, stride]; inverse [blocks, lines], lines >= rows."""
     row = quad * 4 + PHASE
     factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
-    tl.store(inverse + block * rows + row, 1.0 / factors, mask=row < rows)
+    tl.store(inverse + block * lines + row, 1.0 / factors, mask=row < lines)
     store_phase(out, to_fp8(value * factors[:, None], LARGEST), quad, column, rows, columns, stride, PHASE)
 
 
@@ -216,10 +216,10 @@ def quantize_row_blocks(
     third = load_phase(x, quad, column, m, k, stride, 2)
     fourth = load_phase(x, quad, column, m, k, stride, 3)
     if ROWS:
-        store_row_blocks(out_rows, row_inverse, first, quad, column, m, k, across, k, 0, LARGEST)
-        store_row_blocks(out_rows, row_inverse, second, quad, column, m, k, across, k, 1, LARGEST)
-        store_row_blocks(out_rows, row_inverse, third, quad, column, m, k, across, k, 2, LARGEST)
-        store_row_blocks(out_rows, row_inverse, fourth, quad, column, m, k, across, k, 3, LARGEST)
+        store_row_blocks(out_rows, row_inverse, first, quad, column, m, k, across, k, m, 0, LARGEST)
+        store_row_blocks(out_rows, row_inverse, second, quad, column, m, k, across, k, m, 1, LARGEST)
+        store_row_blocks(out_rows, row_inverse, third, quad, column, m, k, across, k, m, 2, LARGEST)
+        store_row_blocks(out_rows, row_inverse, fourth, quad, column, m, k, across, k, m, 3, LARGEST)
     if COLUMNS:
         store_column_blocks(out_columns, column_inverse, first, second, third, fourth, quad, column, quads, k, down, k, LARGEST)
 

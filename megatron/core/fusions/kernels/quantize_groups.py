@@ -1,6 +1,7 @@
-"""Quantization to FP8 of rows that are sorted by group, with one scale: as they lie, and transposed group by group.
+"""Quantization to FP8 of rows that are sorted by group, with one scale or scales of 1 x 128: as they lie, and transposed group by group.
 
-How many rows a group has is read on the device. Plain twin and the layout of what is transposed: fp8/grouped.py.
+How many rows a group has is read on the device. Plain twins and layouts: with one scale fp8/grouped.py; of blocks quantize_blocks of each
+group (fp8/quantize.py), and fp8/grouped_blocks.py.
 """
 
 import torch
@@ -9,10 +10,23 @@ import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.grouped import room_for
-from megatron.core.fusions.kernels.quantize import amax_from, factor_of, in_fours, quantize_fours, store_turned
+from megatron.core.fp8.quantize import BLOCK
+from megatron.core.fp8.settings import ALIGNMENT
+from megatron.core.fusions.kernels.quantize import (
+    amax_from,
+    factor_of,
+    in_fours,
+    load_phase,
+    quantize_fours,
+    store_column_blocks,
+    store_row_blocks,
+    store_turned,
+)
 
 TILE = 128, 128, 8  # rows (a multiple of 16), columns and warps of a program
 _UNIT = tl.constexpr(16)  # fp8/settings.ALIGNMENT
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -86,3 +100,58 @@ def quantize_groups(
         GROUPS=lanes_for(groups), TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return inverse
+
+
+@triton.jit
+def quantize_groups_row_blocks(
+    x, counts, out_rows, out_columns, row_inverse, column_inverse, k, stride, groups,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile, across = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, first, rows, filled_first, filled, within = group_of_tile(counts, groups, tile, GROUPS, BLOCK)
+    quad = within.to(tl.int64) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    column = across * BLOCK + tl.arange(0, BLOCK)
+    x += first.to(tl.int64) * stride
+    one = load_phase(x, quad, column, rows, k, stride, 0)
+    two = load_phase(x, quad, column, rows, k, stride, 1)
+    three = load_phase(x, quad, column, rows, k, stride, 2)
+    four = load_phase(x, quad, column, rows, k, stride, 3)
+    if ROWS:
+        out_rows += first.to(tl.int64) * k
+        row_inverse += filled_first.to(tl.int64) * tl.num_programs(1)
+        store_row_blocks(out_rows, row_inverse, one, quad, column, rows, k, across, k, filled, 0, LARGEST)
+        store_row_blocks(out_rows, row_inverse, two, quad, column, rows, k, across, k, filled, 1, LARGEST)
+        store_row_blocks(out_rows, row_inverse, three, quad, column, rows, k, across, k, filled, 2, LARGEST)
+        store_row_blocks(out_rows, row_inverse, four, quad, column, rows, k, across, k, filled, 3, LARGEST)
+    if COLUMNS:
+        out_columns += (tile - within).to(tl.int64) * (BLOCK // 4) * k
+        quads = tl.cdiv(rows, BLOCK) * (BLOCK // 4)
+        store_column_blocks(out_columns, column_inverse, one, two, three, four, quad, column, quads, k, tile.to(tl.int64), k, LARGEST)
+
+
+def quantize_row_blocks(
+    x: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Pair | None, Pair | None]:
+    """x [n, k], n > 0, counts int [groups] -> (rows, columns), each FP8 with its inverse scales, fp32, or None.
+
+    rows: [n + 15, k], the last 15 of them empty; scales, flat, of each group [blocks, its rows filled up to a multiple of 16].
+    columns, flat: of each group [k, its rows filled up with zeros to whole blocks]; scales [blocks of all groups, k].
+    """
+    assert rows or columns
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (n, k), groups = x.shape, counts.shape[0]
+    down, across = n // BLOCK + groups, triton.cdiv(k, BLOCK)  # blocks along the rows, at most
+    of_rows = of_columns = None
+    if rows:
+        of_rows = x.new_empty(n + ALIGNMENT - 1, k, dtype=dtype), x.new_empty(across * room_for(n, groups), dtype=torch.float32)
+    if columns:
+        of_columns = x.new_empty(down * BLOCK * k, dtype=dtype), x.new_empty(down, k, dtype=torch.float32)
+    some = of_rows or of_columns
+    assert some is not None
+    out_rows, row_inverse = of_rows or some
+    out_columns, column_inverse = of_columns or some
+    quantize_groups_row_blocks[(down, across)](
+        x, counts, out_rows, out_columns.view(torch.int32) if columns else out_rows, row_inverse, column_inverse, k, x.stride(0), groups,
+        LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, GROUPS=lanes_for(groups), BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return of_rows, of_columns

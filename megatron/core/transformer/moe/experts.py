@@ -72,7 +72,7 @@ class GroupedLinear(torch.nn.Module):
 
     split "column": the outputs are split over `expt_tp`; "row": the inputs are, and y is this rank's part of a sum, its bias too.
     forward: rows [n, in], counts, with a row bias times `bias_scale` [n].
-    `fp8`: an fp8.experts.Fp8Experts that computes in its place, set by the decoder layer that it is a part of.
+    `fp8`: an Fp8Experts or Fp8BlockExperts (fp8/) that computes in its place, set by the decoder layer that it is a part of.
     `input_is_recomputed`: what it is given is freed after its forward, and there again for its backward.
     """
 
