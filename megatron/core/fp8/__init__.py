@@ -4,6 +4,7 @@
     formats    the two number formats, and the scale     gemm       products of quantized operands
     scaling    delayed scaling's state                   linear     a linear layer's forward and backward
     cublaslt   products that add to fp32                 experts    the linear of all experts of a rank
+    mx_scales  scales of 1 x 32 as cuBLAS reads them     mx_check   whether a GPU computes what mxfp8 is
     grouped    quantize and gemm of rows of several groups, with one scale; block_experts and grouped_blocks: the same with scales of blocks
     swiglu_mlp, expert_mlp  both linears of an MLP with SwiGLU between them
     model      which linears of a model, the end of a step, checkpoints

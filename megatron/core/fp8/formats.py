@@ -18,7 +18,7 @@ def amax_of(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.
     """The largest magnitude in fp32, of all or along `dim`; inf where something is not finite; 0 of nothing."""
     if dim is None and not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    return torch.linalg.vector_norm(x, float("inf"), dim=dim).float().nan_to_num(nan=float("inf"))
+    return torch.linalg.vector_norm(x, float("inf"), dim=dim).float().nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

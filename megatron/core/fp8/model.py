@@ -11,6 +11,7 @@ from megatron.core import device
 from megatron.core.fp8.block_experts import Fp8BlockExperts
 from megatron.core.fp8.experts import Fp8Experts
 from megatron.core.fp8.linear import Fp8Linear
+from megatron.core.fp8.mx_check import mx_problem
 from megatron.core.fp8.scaling import ROLES, DelayedScaling, joined
 from megatron.core.fp8.settings import ALIGNMENT, fp8_settings
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -47,15 +48,19 @@ def use_fp8(layer: torch.nn.Module, config: Any, layer_number: int) -> None:
 
 
 def recipe_problem(recipe: str) -> str | None:
-    """Why this device does not compute a recipe."""
+    """Why this device does not compute a recipe. Asked of mxfp8 for the first time it tries it out, which waits for the device."""
     if not device.has_accelerator():
         return None  # emulated
     capability = device.compute_capability()
     chip = f"{device.device_name()} has {capability[0]}.{capability[1]}"
-    if recipe == "mxfp8":
-        return f"fp8_recipe mxfp8 needs a GPU of compute capability 10.0 and is not built for it yet; {chip}; fp8_recipe blockwise works"
     if capability < (8, 9):
         return f"fp8 needs a GPU of compute capability 8.9, and {chip}; leave fp8 out"
+    if recipe != "mxfp8":
+        return None
+    if capability < (10, 0):
+        return f"fp8_recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell), and {chip}; fp8_recipe blockwise works here"
+    if problem := mx_problem():
+        return f"fp8_recipe mxfp8 is not computed rightly here: {chip}, and {problem}; fp8_recipe tensorwise needs no blocks"
     return None
 
 

@@ -124,10 +124,10 @@ def quantize_blocks(
     x: torch.Tensor, dtype: torch.dtype, kind: str, *, rows: bool = True, columns: bool = True, into: Quantized | None = None
 ) -> Quantized:
     """x [m, k] with a scale for each block; `columns` has blocks of its own along m, but for square ones, which are the same."""
-    if kind != MX_BLOCKS and kernels_run_on(x):
+    if kernels_run_on(x):
         from megatron.core.fusions.kernels import quantize as kernels
 
-        data, inverses = kernels.quantize_blocks(x, dtype, kind == SQUARE_BLOCKS, rows, columns, _data(into), _inverses(into))
+        data, inverses = kernels.quantize_blocks(x, dtype, kind, rows, columns, _data(into), _inverses(into))
         return _pair(data, inverses, (kind, kind), into)
     by_row = quantize_blocks_plain(x, dtype, kind) if rows else None
     by_column = quantize_blocks_plain(_filled_up(x).contiguous(), dtype, kind) if columns else None

@@ -18,7 +18,7 @@ class Fp8Flags:
     fp8_recipe: str = flag(
         "delayed",
         "`delayed`: a scale a tensor, from the steps before; `tensorwise`: from the tensor itself; `blockwise`: a scale for 1 x 128 "
-        "activations and gradients, 128 x 128 weights; `mxfp8`: for 1 x 32, of which there is the emulation on a CPU.",
+        "activations and gradients, 128 x 128 weights; `mxfp8`: for 1 x 32, on GPUs of compute capability 10.0 and above.",
         choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
         built=RECIPES,
     )

@@ -15,6 +15,7 @@ from megatron.core import device
 from megatron.core.fp8 import cublaslt, gemm
 from megatron.core.fp8.formats import E4M3, E5M2, LARGEST, amax_of, scale_for
 from megatron.core.fp8.quantize import (
+    MX_BLOCKS,
     ROW_BLOCKS,
     SQUARE_BLOCKS,
     TENSOR,
@@ -76,16 +77,15 @@ def test_one_scale_from_the_tensor(m: int, k: int, dtype: torch.dtype, seed: int
 
 
 @settings(max_examples=20, deadline=None)
-@given(SIZES, SIZES, FORMATS, st.integers(0, 10**6), st.booleans())
-def test_blocks(m: int, k: int, dtype: torch.dtype, seed: int, square: bool) -> None:
+@given(SIZES, SIZES, FORMATS, st.integers(0, 10**6), st.sampled_from([ROW_BLOCKS, SQUARE_BLOCKS]))
+def test_blocks(m: int, k: int, dtype: torch.dtype, seed: int, kind: str) -> None:
     x = values(m, k, dtype, seed)
     x[m // 2] *= 64.0  # blocks of several scales
-    kind = SQUARE_BLOCKS if square else ROW_BLOCKS
-    found, inverses = kernels.quantize_blocks(x, dtype, square, True, True, NOTHING, NOTHING)
+    found, inverses = kernels.quantize_blocks(x, dtype, kind, True, True, NOTHING, NOTHING)
     for data, inverse, plain in zip(found, inverses, (quantize_blocks_plain(y, dtype, kind) for y in (x, _filled_up(x))), strict=True):
         assert same(data, plain.data)
         assert inverse is not None and torch.equal(inverse, plain.inverse)
-        if not square and min(inverse.shape) > 1:
+        if kind == ROW_BLOCKS and min(inverse.shape) > 1:
             assert inverse.stride(0) == 1, "cuBLAS reads the scales of all rows of a block at once"
 
 
@@ -129,10 +129,10 @@ def test_what_is_not_finite_becomes_nan() -> None:
         for data, bad in zip(found, (~x.isfinite(), ~x.isfinite().t()), strict=True):
             assert data is not None and torch.equal(data.float().isnan(), bad)
         assert amax.isinf().all()
-        for square in (False, True):
-            (blocks, _), (inverse, _) = kernels.quantize_blocks(x, dtype, square, True, False, NOTHING, NOTHING)
+        for kind in (ROW_BLOCKS, SQUARE_BLOCKS, MX_BLOCKS):
+            (blocks, _), (inverse, _) = kernels.quantize_blocks(x, dtype, kind, True, False, NOTHING, NOTHING)
             assert blocks is not None and inverse is not None
-            assert Operand(blocks, inverse, SQUARE_BLOCKS if square else ROW_BLOCKS).value()[~x.isfinite()].isnan().all()
+            assert Operand(blocks, inverse, kind).value()[~x.isfinite()].isnan().all()
 
 
 @pytest.mark.skipif(not ON_GPU, reason="there is cuBLAS on a GPU alone")

@@ -1,5 +1,6 @@
 """Linear layers in FP8: against products of the dequantized tensors, over steps, evaluation, recompute and tensor-parallel ranks."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.fp8 import model
 from megatron.core.fp8.model import Fp8Steps, fp8_linears, recipe_problem, use_fp8
 from megatron.core.fp8.quantize import Operand
 from megatron.core.fp8.scaling import GRADIENT, INPUT, WEIGHT
@@ -19,8 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.distributed import ranks
 
 pytestmark = [pytest.mark.gpu] if device.has_accelerator() else []
-not_on_gpus = pytest.mark.skipif(device.has_accelerator(), reason="mxfp8 is emulated on CPUs, and refused on GPUs that are not Blackwell's")
-ALL_RECIPES = [pytest.param(recipe, marks=not_on_gpus if recipe == "mxfp8" else ()) for recipe in RECIPES]
+TOO_OLD = device.has_accelerator() and device.compute_capability() < (10, 0)
+needs_blackwell = pytest.mark.skipif(TOO_OLD, reason="mxfp8 is emulated on CPUs, and refused on GPUs below compute capability 10.0")
+ALL_RECIPES = [pytest.param(recipe, marks=needs_blackwell if recipe == "mxfp8" else ()) for recipe in RECIPES]
 HIDDEN, FFN, LENGTH = 64, 160, 24  # a number of tokens that is no multiple of 16
 BF16 = 2.0**-7
 SUMS = 2e-3 if device.has_accelerator() else 1e-5  # tensor cores keep about 14 bits between promotions
@@ -260,7 +263,13 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(recipe: str, sequence_p
 
 @pytest.mark.parametrize(
     ("recipe", "capability", "said"),
-    [("mxfp8", (9, 0), "needs a GPU of compute capability 10.0"), ("delayed", (8, 0), "has 8.0; leave fp8 out"), ("delayed", (9, 0), "")],
+    [
+        ("mxfp8", (9, 0), r"needs a GPU of compute capability 10.0 \(Blackwell\), and this GPU has 9.0; fp8_recipe blockwise works here"),
+        ("mxfp8", (8, 6), "needs a GPU of compute capability 8.9, and this GPU has 8.6; leave fp8 out"),
+        ("mxfp8", (10, 0), ""),
+        ("delayed", (8, 0), "has 8.0; leave fp8 out"),
+        ("delayed", (9, 0), ""),
+    ],
 )
 def test_recipes_that_a_gpu_has_not_are_refused(
     monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], said: str
@@ -268,4 +277,23 @@ def test_recipes_that_a_gpu_has_not_are_refused(
     monkeypatch.setattr(device, "has_accelerator", lambda: True)
     monkeypatch.setattr(device, "compute_capability", lambda: capability)
     monkeypatch.setattr(device, "device_name", lambda: "this GPU")
-    assert said in (recipe_problem(recipe) or "") and (recipe_problem(recipe) is None) == (not said)
+    monkeypatch.setattr(model, "mx_problem", lambda: None)
+    if not said:
+        assert recipe_problem(recipe) is None
+        use_fp8(torch.nn.Identity(), config_of(recipe), 1)
+        return
+    assert re.search(said, recipe_problem(recipe) or "")
+    with pytest.raises(ValueError, match=said):
+        use_fp8(torch.nn.Identity(), config_of(recipe), 1)
+
+
+def test_a_gpu_that_computes_mxfp8_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_accelerator", lambda: True)
+    monkeypatch.setattr(device, "compute_capability", lambda: (12, 0))
+    monkeypatch.setattr(device, "device_name", lambda: "this GPU")
+    monkeypatch.setattr(model, "mx_problem", lambda: "a product differs")
+    with pytest.raises(
+        ValueError, match=r"mxfp8 is not computed rightly here: this GPU has 12\.0, and a product differs; fp8_recipe tensorwise"
+    ):
+        use_fp8(torch.nn.Identity(), config_of("mxfp8"), 1)
+    assert recipe_problem("tensorwise") is None

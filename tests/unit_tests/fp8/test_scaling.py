@@ -40,6 +40,15 @@ def test_what_is_too_large_is_cut_and_what_is_not_finite_stays_visible(dtype: to
     assert amax_of(torch.tensor([1.0, torch.nan])).isinf() and amax_of(torch.empty(0, 4)) == 0
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_an_infinity_does_not_count_as_the_largest_number(bad: float) -> None:
+    x = torch.tensor([[1.0, bad], [2.0, 3.0]])
+    assert amax_of(x).isinf() and amax_of(x, dim=1).tolist() == [torch.inf, 3.0]
+    scaling = state(history_len=4, algo="max")
+    scaling.first_scale(INPUT, amax_of(x))
+    assert scales_after(scaling, [float(amax_of(x)), 7.0]) == [1.0, 64.0], "it is not in the history either"
+
+
 def state(**settings: object) -> DelayedScaling:
     made: dict = {"recipe": "delayed", "hybrid": True, **settings}
     return DelayedScaling(Fp8Settings(**made), 1, CPU)

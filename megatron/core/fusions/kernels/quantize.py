@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST, SMALLEST_AMAX
-from megatron.core.fp8.quantize import BLOCK, padded
+from megatron.core.fp8.quantize import BLOCK, MX_BLOCK, SQUARE_BLOCKS, WIDTHS, padded
 
 Data = tuple[torch.Tensor | None, torch.Tensor | None]
 TILE = 128, 128, 8  # rows, columns and warps of a program
+WARPS = {BLOCK: 8, MX_BLOCK: 1}  # of a program that has a square of this width
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
 _EXPONENT = tl.constexpr(0x7F800000)
 
@@ -185,7 +186,7 @@ def quantize_tensor(
 
 @triton.jit
 def store_row_blocks(out, inverse, value, quad, column, rows, columns, block, stride, lines, PHASE: tl.constexpr, LARGEST: tl.constexpr):
-    """value [quads, 128]: a block a row; out [rows, stride]; inverse [blocks, lines], lines >= rows."""
+    """value [quads, block]: a block a row; out [rows, stride]; inverse [blocks, lines], lines >= rows."""
     row = quad * 4 + PHASE
     factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
     tl.store(inverse + block * lines + row, 1.0 / factors, mask=row < lines)
@@ -194,7 +195,7 @@ def store_row_blocks(out, inverse, value, quad, column, rows, columns, block, st
 
 @triton.jit
 def store_column_blocks(out, inverse, first, second, third, fourth, quad, column, quads, columns, block, stride, LARGEST: tl.constexpr):
-    """The phases of 128 rows: a block a column; out [columns, quads] int32; inverse [blocks, stride]."""
+    """The phases of a block's rows: a block a column; out [columns, quads] int32; inverse [blocks, stride]."""
     size = tl.maximum(tl.maximum(magnitude(first), magnitude(second)), tl.maximum(magnitude(third), magnitude(fourth)))
     factors = scale_of(amax_from(tl.max(size, axis=0)), LARGEST)
     tl.store(inverse + block * stride + column, 1.0 / factors, mask=column < columns)
@@ -246,16 +247,19 @@ def quantize_square_blocks(
 
 
 def quantize_blocks(
-    x: torch.Tensor, dtype: torch.dtype, square: bool, rows: bool, columns: bool, into: Data, inverses_into: Data
+    x: torch.Tensor, dtype: torch.dtype, kind: str, rows: bool, columns: bool, into: Data, inverses_into: Data
 ) -> tuple[Data, Data]:
-    """x [m, k] -> ((rows [m, k], columns [k, padded m]), (their inverse scales, as fp8/quantize.Operand says))."""
+    """x [m, k] -> ((rows [m, k], columns [k, padded m]), (their inverse scales, as fp8/quantize.Operand says)).
+
+    A program has a square of a block's width, so that it sees whole blocks both ways.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
-    m, k = x.shape
+    (m, k), width, square = x.shape, WIDTHS[kind], kind == SQUARE_BLOCKS
     out_rows, out_columns = _outputs(x, dtype, rows, columns, into)
-    down, across = triton.cdiv(padded(m), BLOCK), triton.cdiv(k, BLOCK)
+    down, across = triton.cdiv(padded(m), width), triton.cdiv(k, width)
     by_row, by_column = inverses_into
     if square:
-        m_lines, k_lines = triton.cdiv(m, BLOCK), across
+        m_lines, k_lines = triton.cdiv(m, width), across
         by_row = x.new_empty(m_lines, across, dtype=torch.float32) if rows and by_row is None else by_row
         by_column = x.new_empty(k_lines, down, dtype=torch.float32) if columns and by_column is None else by_column
     else:
@@ -264,7 +268,7 @@ def quantize_blocks(
     kernel = quantize_square_blocks if square else quantize_row_blocks
     kernel[(down, across)](
         x, *_some(out_rows, in_fours(out_columns)), *_some(by_row, by_column), m, k, padded(m) // 4, x.stride(0),
-        LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, BLOCK=BLOCK, num_warps=8,
+        LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, BLOCK=width, num_warps=WARPS[width],
     )  # fmt: skip
     return (out_rows, out_columns), (by_row, by_column)
 

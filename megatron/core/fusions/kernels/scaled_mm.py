@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.fp8.quantize import BLOCK, SQUARE_BLOCKS, TENSOR, Operand
+from megatron.core.fp8.quantize import BLOCK, MX_BLOCK, MX_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand
 
 
 @triton.jit
@@ -49,15 +49,19 @@ def scaled_mm_product(
 
 
 def product(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tensor | None = None, *, add: bool = False) -> torch.Tensor:
-    """a [m, k] times b [n, k] transposed -> [m, n], in `out` (contiguous) where it is given; `add`: to what is there."""
+    """a [m, k] times b [n, k] transposed -> [m, n], in `out` (contiguous) where it is given; `add`: to what is there.
+
+    Both with blocks of 32 or neither: the kernel goes along k by blocks."""
     (m, k), n = a.data.shape, b.data.shape[0]
+    blocks_of_32 = a.kind == MX_BLOCKS
+    assert blocks_of_32 == (b.kind == MX_BLOCKS)
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype, device=a.data.device)
     tall, wide = (128, 256) if n >= 256 else (128, 128)
     scaled_mm_product[(triton.cdiv(m, tall) * triton.cdiv(n, wide),)](
         a.data, b.data, out, a.inverse, b.inverse, m, n, k, a.data.stride(0), b.data.stride(0), *_strides(a), *_strides(b),
         ONE_A=a.kind == TENSOR, ONE_B=b.kind == TENSOR, HEIGHT_A=_height(a), HEIGHT_B=_height(b), ADD=add, GROUP=8,
-        TALL=tall, WIDE=wide, DEEP=BLOCK, num_warps=8, num_stages=3,
+        TALL=tall, WIDE=wide, DEEP=MX_BLOCK if blocks_of_32 else BLOCK, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
 
