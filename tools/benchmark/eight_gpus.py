@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import step_trace
 from command_line import check_can_be_written, end_on_sigterm, positive
-from eight_gpus_results import ALONE, SKIPPED, Results, table
+from eight_gpus_results import ALONE, add_efficiency, table
+from results import SKIPPED, Results
 from train import COMMON, CONFIGURATIONS, PROFILED, RunFailed, run
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -351,7 +352,7 @@ def main() -> int:
 
     machine = {"device": device.device_name(), "gpus": options.gpus, "torch": torch.__version__, "dry": options.dry}
     try:
-        results = Results(options.json, machine)
+        results = Results(options.json, machine, add_efficiency)
     except ValueError as error:
         sys.exit(f"--json {error}")
     logs = Path(tempfile.mkdtemp(prefix="eight_gpus_")) if options.json is None else options.json.with_name(options.json.name + ".logs")

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tools" / "benchmark"))
 import command_line
 import step_trace
 import train
-from eight_gpus_results import Results
+from results import Results
 
 MEMORY = 139.0  # GiB of an H200
 SIZES = (2, 4, 8)
