@@ -149,8 +149,6 @@ class ModelParallelConfig:
             found.append("tp_comm_overlap_rs_dgrad needs tp_comm_overlap; turn it on too")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             found.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, which is 1; leave it unset")
-        if self.cp_comm_overlap and self.context_parallel_size == 1:
-            found.append("cp_comm_overlap needs context_parallel_size > 1, which is 1; turn it off or split over 2 ranks")
         group, stages = self.microbatch_group_size_per_vp_stage, self.pipeline_model_parallel_size
         if group is not None and (self.virtual_pipeline_model_parallel_size or 1) == 1:
             found.append(f"microbatch_group_size_per_vp_stage {group} needs virtual_pipeline_model_parallel_size > 1; leave it unset")

@@ -111,8 +111,8 @@ def disabled() -> Iterator[None]:
         _on = before
 
 
-class Exchange(Protocol):
-    """What is made of shared memory: for whom it says in the log, how many places it has in a half, for so many ranks."""
+class ExchangeKind(Protocol):
+    """What is made of shared memory, once for a group: for whom it says in the log, how many places it has in a half, for so many ranks."""
 
     purpose: str
 
@@ -122,7 +122,7 @@ class Exchange(Protocol):
     def places(ranks: int) -> int: ...
 
 
-Kind = TypeVar("Kind", bound=Exchange)
+Kind = TypeVar("Kind", bound=ExchangeKind)
 
 
 def exchange_of(kind: type[Kind], group: Any, tensor: torch.Tensor, nbytes: int) -> Kind | None:

@@ -8,6 +8,7 @@ The modules:
     block_attention     attention over one block, (output, logsumexp) and gradients: kernels and their plain twin
     partial_attention   results over several blocks made one
     communication       what is sent: the ring, the gathering of tokens, the exchange of heads for tokens
+    ring_exchange       the ring's sending by copy engines, in memory that GPUs share (core/symmetric_memory.py): cp_comm_overlap
     ring, gathered, all_to_all   the kinds: what is computed with what was sent
     attention           from a layer's setting to its kind
 """

@@ -61,10 +61,11 @@ def context_parallel_problems(
     attention_dropout: float,
     window: bool,
     attention_mask: bool = False,
+    overlap: bool = False,
 ) -> Iterator[BrokenRule]:
     """What is wrong with these settings, `groups` being the whole model's key and value heads.
 
-    window, attention_mask: whether the run has them. Packed sequences come with a batch; the layer judges them.
+    window, attention_mask: whether the run has them. overlap: cp_comm_overlap. Packed sequences come with a batch; the layer judges them.
     """
     kinds = comm_types_of(setting, 1)
     unknown = [kind for kind in kinds if kind not in COMM_TYPES]
@@ -76,6 +77,8 @@ def context_parallel_problems(
     hierarchical = "a2a+p2p" in kinds
     if hierarchical_sizes is not None and not (hierarchical and cp_size > 1):
         yield BrokenRule("hierarchical_context_parallel_sizes", "is for cp_comm_type a2a+p2p with a context size above 1")
+    if overlap and not (cp_size > 1 and any("p2p" in kind for kind in kinds)):
+        yield BrokenRule("cp_comm_overlap", "is for cp_comm_type p2p or a2a+p2p with a context size above 1", False)
     if cp_size <= 1:
         return
     if attention_dropout and (reason := unsupported("attention dropout", *kinds)):

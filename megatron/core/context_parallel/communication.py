@@ -26,9 +26,9 @@ class Ring:
         """Begin to send `tensor` (contiguous) to the next rank, and to receive one like it from the previous one."""
         if self.by_copies:
             nbytes = tensor.numel() * max(tensor.element_size(), 4)  # sums of gradients are in fp32 at least
-            exchange = exchange_of(RingExchange, self.group, tensor, nbytes)
-            if exchange is not None:
-                return exchange.start(tensor)
+            copies = exchange_of(RingExchange, self.group, tensor, nbytes)
+            if copies is not None:
+                return copies.start(tensor)
         received = torch.empty_like(tensor)
         operations = [
             dist.P2POp(dist.isend, tensor, self.next, self.group),

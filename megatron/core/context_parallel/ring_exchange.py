@@ -1,7 +1,7 @@
 """Passing on tensors round a ring by copy engines, while the GPUs' multiprocessors compute.
 
 A turn for each tensor: every rank copies its own into the next rank's memory, and takes what came from the previous rank out of its own
-memory into a tensor that nobody else writes to. Turns take two halves of the memory by turns, and two may be on their way at once. A half
+memory into a tensor that nobody else writes to. Turns alternate between the memory's halves, and two may be on their way at once. A half
 is written again after the next rank has signalled that it took out what was there. It does that where it waits for that tensor, which is
 before it starts the second turn after it: so a rank's wait for a free half never waits for something that comes later in the program.
 

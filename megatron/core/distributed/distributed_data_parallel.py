@@ -69,7 +69,7 @@ class DistributedDataParallel(nn.Module):
     A step: zero_grad_buffer(); forward and backward of each micro batch, all but the last within no_sync(); finish_grad_sync(). Then
     main_grad holds the mean over the data-parallel ranks (the sum with config.calculate_per_token_loss); with
     ddp_config.use_distributed_optimizer in the part of each bucket that this rank updates, and nothing of use elsewhere. After that
-    update start_param_sync() collects the parameters.
+    update start_param_sync() collects the parameters, or beside it what param_syncs() gives.
 
     Args:
         config: the model's TransformerConfig; only `calculate_per_token_loss` is read.

@@ -1,4 +1,5 @@
-"""After the distributed optimizer's update: every rank collects the parts of the parameters that the others updated."""
+"""Gathering of the parameters that the distributed optimizer updates, each rank a part of them: after its update, or with overlap bucket by
+bucket beside it (FusedOptimizer.step starts them)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 
 class Fp8BlockExperts(Fp8Linear):
-    """What the linear has beside its weight [experts, out, in]."""
+    """What the linear has beside its weight [experts, out, in], with scales of blocks."""
 
     _of_experts: list[Quantized] | None = None
 

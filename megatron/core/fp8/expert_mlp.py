@@ -1,7 +1,8 @@
 """The SwiGLU MLPs of a rank's experts with both linears in FP8 as one function: swiglu_mlp.py for rows that are sorted by expert.
 
-Without biases, where Triton's kernels run. What it computes: what the linears and SwiGLU compute one by one, which is its twin and runs
-elsewhere. Kept for the backward pass: the input in FP8, transposed, and fc1's output; SwiGLU's is made again with its gradient.
+With one scale a tensor, without biases, where Triton's kernels run. What it computes: what the linears and SwiGLU compute one by one,
+which is its twin and runs elsewhere. Kept for the backward pass: the input in FP8, transposed, and fc1's output; SwiGLU's is made again
+with its gradient.
 """
 
 from typing import Any

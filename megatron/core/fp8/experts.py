@@ -1,4 +1,5 @@
-"""A linear of experts, all of a rank's in one parameter, whose three products are in FP8: x W^T, dy W, dy^T x of each expert.
+"""A linear of experts, all of a rank's in one parameter, whose three products are in FP8: x W^T, dy W, dy^T x of each expert. With one
+scale a tensor: `delayed` and `tensorwise`; with scales of blocks block_experts.py.
 
 One scale for the inputs of all experts, one for their weights, one for their gradients: like any linear, it has three tensors. Under
 delayed scaling they are the same on all ranks that hold experts of the layer: a checkpoint's fit any number of expert-parallel ranks.
@@ -18,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import TokenCounts
 
 
 class Fp8Experts(Fp8Linear):
-    """What the linear has beside its weight [experts, out, in]."""
+    """What the linear has beside its weight [experts, out, in], with one scale a tensor."""
 
     _even: TokenCounts | None = None
     _of_experts: tuple[Grouped, Operand, Operand] | None = None

@@ -89,7 +89,7 @@ def _cublas(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tensor | 
 @cache
 def cublas_works(kind_a: str, kind_b: str, out_dtype: torch.dtype) -> bool:
     """Whether torch multiplies operands of these kinds on this device, and rightly: found out once, said once where it does not."""
-    # with blocks of 32 it was written without a device that has it: more is tried
+    # with blocks of 32 it has not run on a device that has it: more is tried
     try:
         reason = ""
         for a, b in mx_trials(MX_SIZES) if kind_a == MX_BLOCKS else (_trial(kind_a, kind_b),):

@@ -39,7 +39,7 @@ class Grouped(NamedTuple):
         assert self.rows is not None
         return Operand(self.rows, self.inverse, TENSOR)
 
-    def blocks(self, counts: list[int], k: int) -> list[Operand]:
+    def by_group(self, counts: list[int], k: int) -> list[Operand]:
         """Each group's [k, filled rows]."""
         assert self.columns is not None
         sizes = [k * padded(rows) for rows in counts]
@@ -63,7 +63,7 @@ def quantize_groups_plain(
     out_columns = None
     if columns:
         out_columns = torch.zeros(room_for(x.shape[0], len(counts)) * x.shape[1], dtype=dtype, device=x.device)
-        places = Grouped(None, out_columns, scale).blocks(counts, x.shape[1])
+        places = Grouped(None, out_columns, scale).by_group(counts, x.shape[1])
         for part, place in zip(out_rows.split(counts), places, strict=True):
             place.data[:, : part.shape[0]] = part.t()
     return out_rows if rows else None, out_columns
@@ -219,7 +219,7 @@ def weight_grads(left: Grouped, right: Grouped, counts: TokenCounts, out: torch.
             weight_grads_by_group(left, right, counts, out, add)
         return
     sizes = counts.tolist()
-    weight_grads_plain(left.blocks(sizes, out.shape[1]), right.blocks(sizes, out.shape[2]), out, add)
+    weight_grads_plain(left.by_group(sizes, out.shape[1]), right.by_group(sizes, out.shape[2]), out, add)
 
 
 def weight_grads_by_triton(left: Grouped, right: Grouped, counts: TokenCounts, out: torch.Tensor, add: bool) -> None:
@@ -233,7 +233,7 @@ def weight_grads_by_triton(left: Grouped, right: Grouped, counts: TokenCounts, o
 def weight_grads_by_group(left: Grouped, right: Grouped, counts: TokenCounts, out: torch.Tensor, add: bool) -> None:
     """A product for each, then a sum; the host reads the counts."""
     sizes = counts.tolist()
-    blocks = zip(left.blocks(sizes, out.shape[1]), right.blocks(sizes, out.shape[2]), sizes, strict=True)
+    blocks = zip(left.by_group(sizes, out.shape[1]), right.by_group(sizes, out.shape[2]), sizes, strict=True)
     for part, (one, other, rows) in zip(out.unbind(0), blocks, strict=True):
         if not rows:
             if not add:

@@ -109,6 +109,7 @@ DENSE, ALL_EXPERTS, ONE_EXPERT = range(3)  # kinds of linears, by who shares the
 
 
 def _kind(linear: Fp8Linear) -> int:
+    # experts with scales of blocks share no scale: whichever they count as
     return ALL_EXPERTS if isinstance(linear, Fp8Experts) else ONE_EXPERT if is_expert(linear.weight) else DENSE
 
 

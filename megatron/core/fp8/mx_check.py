@@ -1,6 +1,6 @@
-"""Whether this GPU computes what the mxfp8 recipe is: tried out once, before a model is built.
+"""Whether this GPU computes what the mxfp8 recipe is: tried out once, when the first layer in FP8 is built.
 
-The recipe was written without a GPU that has it, from the libraries' documentation. So each part is compared here with the plain twins,
+The recipe follows the libraries' documentation and has not run on a GPU that has it. So each part is compared here with the plain twins,
 which are emulation in fp32, and a run does not start where one differs.
 """
 

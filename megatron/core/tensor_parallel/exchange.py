@@ -2,7 +2,7 @@
 
 Each exchange is one turn, in which every rank sends a piece of equal size to every other (core/symmetric_memory.py).
 
-Why nothing is overwritten that is still read: turns take two halves of the memory by turns. Rank r writes into p's half again, in turn t,
+Why nothing is overwritten that is still read: turns alternate between the memory's halves. Rank r writes into p's half again, in turn t,
 only after it has seen p's piece of turn t - 1, and p sends that one only after all it did with turn t - 2: its copies stand on one stream,
 which waits for the stream that computes before each of them. So a signal for arrival is enough, none says that a place is free.
 

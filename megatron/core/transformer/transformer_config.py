@@ -348,6 +348,7 @@ class TransformerConfig(ModelParallelConfig):
             tp_size=self.tensor_model_parallel_size,
             attention_dropout=self.attention_dropout,
             window=self.window_size is not None,
+            overlap=self.cp_comm_overlap,
         )
         yield from cuda_graph_problems(self, self.num_moe_experts)
         if self.transformer_impl == "transformer_engine":

@@ -76,12 +76,10 @@ def check_processes(args: Args) -> Iterator[Problem]:
 def check_tensor(args: Args) -> Iterator[Problem]:
     tensor = args.tensor_model_parallel_size
     if args.tp_comm_overlap and not args.sequence_parallel:
-        rule = "needs --sequence-parallel: it hides the gathering and scattering of tokens"
-        yield problem(args, "tp_comm_overlap", rule, "--sequence-parallel, or leave it out")
+        rule = "needs --sequence-parallel (with --tensor-model-parallel-size above 1): it hides the gathering and scattering of tokens"
+        yield problem(args, "tp_comm_overlap", rule, "leave it out" if tensor == 1 else "--sequence-parallel, or leave it out")
     if args.tp_comm_overlap_rs_dgrad and not args.tp_comm_overlap:
         yield problem(args, "tp_comm_overlap_rs_dgrad", "is a part of --tp-comm-overlap, which is off", "--tp-comm-overlap")
-    if args.cp_comm_overlap and args.context_parallel_size == 1:
-        yield problem(args, "cp_comm_overlap", "is for --context-parallel-size above 1", "--context-parallel-size 2, or leave it out")
     if tensor <= 1:
         return
     divided = [("num_attention_heads", args.num_attention_heads), ("ffn_hidden_size", args.ffn_hidden_size)]
@@ -144,6 +142,7 @@ def check_context(args: Args) -> Iterator[Problem]:
         attention_dropout=args.attention_dropout,
         window=args.window_size is not None,
         attention_mask=needs_square_mask(args),
+        overlap=args.cp_comm_overlap,
     )
     for broken in found:
         yield broken_rule(args, broken)

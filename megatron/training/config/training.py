@@ -174,8 +174,8 @@ class ParallelismFlags:
     )
     cp_comm_overlap: bool = flag(
         False,
-        "With --cp-comm-type p2p and a2a+p2p: the ring's transfers by copy engines where GPUs share memory, which takes no multiprocessors "
-        "from what they hide behind.",
+        "With --cp-comm-type p2p and a2a+p2p: copy engines send round the ring where GPUs share memory, not NCCL's kernels, which take "
+        "multiprocessors from the attention that they hide behind.",
         ours=True,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "Layers of one virtual stage.", minimum=1)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.context_parallel import communication
 from megatron.core.context_parallel.ring_exchange import RingExchange
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -181,8 +180,3 @@ def test_attention_is_equal_to_the_bit(cp: int, tmp_path: Path) -> None:
             assert number == turns[comm_type], comm_type
             for each, want in zip(copied, plain, strict=True):
                 assert torch.equal(each, want), comm_type
-
-
-def test_without_context_parallelism_there_is_no_ring() -> None:
-    with pytest.raises(ValueError, match="cp_comm_overlap needs context_parallel_size > 1"):
-        ModelParallelConfig(cp_comm_overlap=True)

@@ -52,7 +52,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def same_blocks(found: Grouped, expected: Grouped, sizes: list[int], k: int) -> bool:
-    return all(same(*(block.data for block in pair)) for pair in zip(*(g.blocks(sizes, k) for g in (found, expected)), strict=True))
+    return all(same(*(block.data for block in pair)) for pair in zip(*(g.by_group(sizes, k) for g in (found, expected)), strict=True))
 
 
 @settings(max_examples=20 if ON_GPU else 8, deadline=None)
@@ -69,7 +69,7 @@ def test_quantized_group_by_group(sizes: list[int], units: int, dtype: torch.dty
     assert same_blocks(found, expected, sizes, k) and torch.equal(found.inverse, scale.reciprocal())
     if known:
         assert float(amax) == max(0.5, float(amax_of(x)))
-    for block, part in zip(found.blocks(sizes, k), x.split(sizes), strict=True):
+    for block, part in zip(found.by_group(sizes, k), x.split(sizes), strict=True):
         assert block.data.shape == (k, padded(len(part))) and not block.data[:, len(part) :].float().any()
         torch.testing.assert_close(block.value()[:, : len(part)].t(), part.float(), rtol=2.0**-3, atol=1e-2 * float(amax_of(x)))
     for rows in (False, True):
@@ -148,7 +148,7 @@ def test_matrices_gradients_group_by_group(
     right = plain(values(sum(sizes), n, seed=seed + 1), sizes, scale * 2, E4M3)
     there = torch.randn(len(sizes), m, n, device=scale.device) if add else torch.full((len(sizes), m, n), torch.nan, device=scale.device)
     expected = there.clone()
-    grouped.weight_grads_plain(left.blocks(sizes, m), right.blocks(sizes, n), expected, add)
+    grouped.weight_grads_plain(left.by_group(sizes, m), right.by_group(sizes, n), expected, add)
     way(left, right, counts_of(sizes), there, add=add)
     close(there, expected)
     assert all(sizes) or add or not there[sizes.index(0)].any()

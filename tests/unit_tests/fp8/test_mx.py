@@ -1,4 +1,4 @@
-"""The mxfp8 recipe on a GPU that has it, of which there was none: kernels in Triton's interpreter, and a double of the library that reads
+"""The mxfp8 recipe as on a GPU that has it: kernels in Triton's interpreter, and a double of the library that reads
 scales as its documentation says and refuses what it would.
 
 Values are ones that FP8 holds where the interpreter rounds: it does by rules of its own (test_kernels.py).

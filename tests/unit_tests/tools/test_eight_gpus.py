@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tools" / "benchmark"))
 import command_line
 import step_trace
 import train
+from eight_gpus_results import add_efficiency
 from results import Results
 
 MEMORY = 139.0  # GiB of an H200
@@ -285,12 +286,12 @@ def test_the_layouts_need_no_pytest() -> None:
 
 def test_parts_come_together_in_one_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    first, second = Results(file, {"gpus": 8}), Results(file, {"gpus": 8})  # side by side
+    first, second = (Results(file, {"gpus": 8}, add_efficiency) for _ in range(2))  # side by side
     first.keep(part="scaling", row=eight_gpus.ALONE, result="measured", tflops=500.0)
     second.keep(part="layouts", row="tp8 sp", result="passed", dtype="float32")
     second.keep(part="layouts", row="tp8 sp", result="passed", dtype="bfloat16")
     first.keep(part="scaling", row="llama8L, DP8", result="failed: code 1", goal=("efficiency", 0.95))
-    again = Results(file, {"gpus": 8})
+    again = Results(file, {"gpus": 8}, add_efficiency)
     again.keep(part="scaling", row="llama8L, DP8", result="measured", tflops=450.0)  # takes the earlier row's place, and its yardstick
     again.keep(part="scaling", row=eight_gpus.ALONE, result="skipped: takes about 36 s, 3 s are left")  # has nothing better
     stored = json.loads(file.read_text())["rows"]

@@ -33,6 +33,8 @@ def problems_of(monkeypatch, line, world=4):
         (f"{CP4} --cp-comm-type a2a+p2p {HIERARCHICAL} 2 3", f"{HIERARCHICAL} 2 3", "whose product is 4"),
         (f"{HIERARCHICAL} 2 2", f"{HIERARCHICAL} 2 2", "is for --cp-comm-type a2a+p2p"),
         (f"{CP4} --seq-length 28", "--seq-length 28", "multiple of 2 x --context-parallel-size 4 = 8"),
+        ("--cp-comm-overlap", "--cp-comm-overlap", "is for --cp-comm-type p2p or a2a+p2p with a context size above 1"),
+        (f"{CP4} --cp-comm-type all_gather --cp-comm-overlap", "--cp-comm-overlap", "is for --cp-comm-type p2p or a2a+p2p"),
         ("--window-size 3", "--window-size (3)", "is two numbers"),
         ("--window-size (-2,0)", "--window-size (-2,0)", "at least -1"),
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2", "needs a --window-size (works: leave it out)"),

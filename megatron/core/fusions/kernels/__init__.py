@@ -6,12 +6,13 @@ Each has a torch path beside it, at the place that calls it, which is its plain 
     swiglu         fusions/fused_bias_swiglu.py           adam       optimizer/fused_optimizers.py
     rope           fusions/fused_rope.py                  embedding  tensor_parallel/layers.py (F.embedding), weight_grad.py
     norm           fusions/fused_layer_norm.py            probe      nobody: does Triton work here at all?
+    precision      other kernels: how numbers are rounded
     quantize       fp8/quantize.py                        scaled_mm  fp8/gemm.py
     mx_scales      fp8/mx_scales.py
-    quantize_groups  fp8/grouped.py; of blocks fp8/quantize.py, group by group
+    quantize_groups  fp8/grouped.py, fp8/grouped_blocks.py; the twin of blocks is fp8/quantize.py, group by group
     scaled_grouped_mm  fp8/grouped.py
     router         transformer/moe/routing.py
-    swiglu_quantize  fp8/swiglu_mlp.py; its twin is what transformer/mlp.py does without it
+    swiglu_quantize  fp8/swiglu_mlp.py, fp8/expert_mlp.py; its twin is what transformer/mlp.py does without it
     swiglu_quantize_groups  fp8/expert_mlp.py; its twin is what transformer/moe/experts.py does without it
 """
 
