@@ -248,6 +248,7 @@ BAD_LAYOUT = [
     ("--microbatch-group-size-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2", 2, ["needs virtual stages"]),
     ("--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication", 1, ["excludes --no-overlap-p2p-communication"]),
     ("--tp-comm-overlap --tensor-model-parallel-size 2", 2, ["--tp-comm-overlap: needs --sequence-parallel"]),
+    ("--tp-comm-overlap", 1, ["--tp-comm-overlap: needs", "--tensor-model-parallel-size above 1", "(works: leave it out)"]),
     ("--tp-comm-overlap-rs-dgrad --tensor-model-parallel-size 2 --sequence-parallel", 2, ["part of --tp-comm-overlap, which is off"]),
     ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0", "at least 1"]),
 ]  # fmt: skip
@@ -337,7 +338,8 @@ def test_problems_of_reading_and_of_checking_come_together() -> None:
 NEEDS_MORE = {
     "--check-config", "--exit-on-missing-checkpoint", "--log-progress", "--no-position-embedding", "--sequence-parallel",
     "--use-checkpoint-args", "--help", "--overlap-param-gather", "--ddp-reduce-scatter-with-fp32-accumulation",
-    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--sft", "--fim-data", "--async-save", "--fp8-hybrid", "--fp8-e4m3",
+    "--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad", "--cp-comm-overlap", "--sft", "--fim-data", "--async-save", "--fp8-hybrid",
+    "--fp8-e4m3",
 }  # fmt: skip
 SWITCHES = [name for action in build_parser()._actions if action.nargs == 0 and (name := action.option_strings[-1]) not in NEEDS_MORE]
 
