@@ -79,19 +79,29 @@ def _build_chunks(provider: Callable, virtual_stages: int | None, groups: Proces
 def _report_size(chunks: list[Any], num_layers: int, pp_group: Any) -> None:
     """Print the whole model's size, and make sure that the pipeline's stages hold each layer once.
 
-    Raises ValueError naming the parameters that no layer declared, AssertionError for layers that are missing or doubled.
+    Raises ValueError naming the parameters that no layer declared, and for a weight that one stage trains and another has frozen,
+    AssertionError for layers that are missing or doubled.
     """
     tables = [build_param_table(chunk) for chunk in chunks]
     held = [layer for table in tables for layer in {record.layer for record in table.values()} if layer is not None]
     assert all(layer < num_layers for layer in held), f"the model's layers are {held}, but --num-layers is {num_layers}"
-    here = torch.zeros(2 + num_layers, dtype=torch.int64, device=device.current_device())
+    here = torch.zeros(4 + num_layers, dtype=torch.int64, device=device.current_device())
     here[0] = sum(map(count_parameters, chunks))
     here[1] = sum(map(len, tables))
     for layer in held:
-        here[2 + layer] += 1
+        here[4 + layer] += 1
+    for table in tables:
+        for record in table.values():
+            if record.sharding.shared_with is not None:
+                here[2 if record.param.requires_grad else 3] += 1
     if get_pg_size(pp_group) > 1:
         dist.all_reduce(here, group=pp_group)
-    parameters, tensors, *copies = here.tolist()
+    parameters, tensors, trained, frozen, *copies = here.tolist()
+    if trained and frozen:  # one stage would wait for the other's gradient
+        raise ValueError(
+            "the embedding's weight is tied across pipeline stages, and frozen in one of them alone: freeze both copies, "
+            "embedding.word_embeddings.weight of the first stage and output_layer.weight of the last, or neither"
+        )
     if any(copies):  # not a model of other parts
         wrong = {layer: count for layer, count in enumerate(copies) if count != 1}
         assert not wrong, f"of the model's {num_layers} layers the pipeline has, by layer counted from 0, these numbers of copies: {wrong}"

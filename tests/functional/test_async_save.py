@@ -92,6 +92,21 @@ def test_a_writer_that_fails_fails_the_run(corpus: Path, tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]
 
 
+def test_a_signal_to_the_whole_job_loses_no_checkpoint(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As schedulers send it: the writer gets it too, while it writes."""
+
+    def act(saver: AsyncSaver, _: Path) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGCONT):
+            os.kill(saver.writer.process.pid, number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    after_start(monkeypatch, 2, act)
+    flags = f"--train-iters 500 --save-interval 2 --async-save --exit-signal-handler --save {tmp_path}"
+    result = train(*on(corpus), flags)
+    assert result.code == 0, result.err
+    assert checkpoints(tmp_path) == ["iter_0000002", "iter_0000003"] and tracker(tmp_path) == "3"
+
+
 def test_two_ranks(corpus: Path, tmp_path: Path) -> None:
     flags = "--train-iters 4 --save-interval 2 --use-distributed-optimizer"
     plain = on_ranks(2, *on(corpus), f"{flags} --save {tmp_path}/plain")

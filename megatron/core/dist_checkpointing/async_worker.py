@@ -8,7 +8,6 @@ import io
 import mmap
 import os
 import queue
-import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ def _receive(connection: Connection, jobs: "queue.Queue[Job]") -> None:
 
 
 def main(socket_descriptor: int, memory_descriptor: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the one that trains decides
     torch.set_num_threads(1)
     connection = Connection(socket_descriptor)
     jobs: queue.Queue[Job] = queue.Queue()

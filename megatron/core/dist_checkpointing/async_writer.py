@@ -41,9 +41,15 @@ class AsyncWriter:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "megatron.core.dist_checkpointing.async_worker", str(theirs.fileno()), str(self._descriptor)]
-        self.process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(), self._descriptor), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+        # Signals to a whole job are for the one that trains: it decides to save and stop. The writer is born deaf to them and ends with its
+        # connection, or by SIGKILL.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self.process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(), self._descriptor), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._connection = Connection(ours.detach())
         self._memory: mmap.mmap | None = None

@@ -440,7 +440,7 @@ def _given_of(args: Args, section: type) -> list[str]:
 
 def dropped_flags(args: Args) -> Iterator[str]:
     """Notes on flags that were given and change nothing, and on schedules that look like a mistake."""
-    if "num_query_groups" in args.provenance and not args.group_query_attention:
+    if was_given(args, "num_query_groups") and not args.group_query_attention:
         yield f"--num-query-groups {args.num_query_groups} has no effect without --group-query-attention"
     if was_given(args, "mtp_loss_scaling_factor") and not args.mtp_num_layers:
         yield f"--mtp-loss-scaling-factor {args.mtp_loss_scaling_factor:g} has no effect without --mtp-num-layers"

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from glob import glob
 
 from megatron.core import optional_imports
 from megatron.core.datasets.object_storage import is_remote
@@ -174,9 +175,18 @@ def _check_load(args: Args) -> Iterator[Problem]:
         step = "" if iteration is None else f" --ckpt-step {iteration}"
         rule = "is one checkpoint: --load takes the folder that holds it"
         yield problem(args, "load", rule, f"{os.path.dirname(args.load.rstrip('/')) or '.'}{step}")
+    elif args.ckpt_step is not None and (known := _iterations(folder)) and not glob(f"{wanted}*"):
+        rule = f"names no checkpoint of --load {args.load}, which has {', '.join(map(str, known))}"
+        yield problem(args, "ckpt_step", rule, known[-1])
     elif args.exit_on_missing_checkpoint and not args.pretrained_checkpoint:
         rule = f"holds no checkpoint (no {os.path.basename(wanted)}), and --exit-on-missing-checkpoint was given"
         yield problem(args, "load", rule, "FOLDER")
+
+
+def _iterations(folder: str) -> list[int]:
+    """Of the checkpoints there."""
+    found = (checkpoint_names.iteration_of(path) for path in glob(os.path.join(folder, "iter_*")))
+    return sorted(iteration for iteration in found if iteration is not None)
 
 
 def _check_pretrained(args: Args) -> Iterator[Problem]:
