@@ -256,20 +256,21 @@ class FailureWatch:
         if time.monotonic() - self._leaving_since < LEAVE:
             return
         if failure is not None and not self._knows_why:
-            phase_name, iteration = phase.current()
             self.to_tell = True
-            self._tell(
-                f"rank {self.rank}, phase {phase_name}, iteration {iteration}: lost the store through which the ranks met; rank 0, or the "
-                f"launcher that kept it, is gone ({failure})"
-            )
+            lost = "lost the store through which the ranks met; rank 0, or the launcher that kept it, is gone"
+            self._tell(f"{self._here()}: {lost} ({failure})")
         self.leave(1)
+
+    def _here(self) -> str:
+        name, iteration = phase.current()
+        return f"rank {self.rank}, phase {name}, iteration {iteration}"
 
     def _end_by_signal(self) -> None:
         """SIGTERM: a launcher's, because a peer failed, or somebody's who wants the run to end."""
         try:
             found = self.on_record() or self._whose_fault()
-            if found is not None:
-                self._tell(found)
+            asked = "ended by SIGTERM, and no rank had failed; with --exit-signal-handler a run saves first"
+            self._tell(found or self.claim(f"{self._here()}: {asked}"))
         except RuntimeError:
             pass
         self.leave(128 + signal.SIGTERM)
@@ -281,6 +282,7 @@ class FailureWatch:
         record_for_elastic(message)
         sys.stdout.flush()
         print_line(f"ERROR: {message}", sys.stderr)
+        self.to_tell = False  # the main thread may fail while the process is leaving
 
 
 def _ignore(number: int, frame: Any) -> None:

@@ -121,6 +121,20 @@ def test_two_ranks_end_after_the_same_step(corpus: Path, tmp_path: Path, number:
     assert f"signal {number.name}" in first.out
 
 
+def test_ranks_that_are_told_to_end_say_so(corpus: Path, tmp_path: Path) -> None:
+    """Without --exit-signal-handler nothing is saved, and one line says why: a log that just ends could mean anything."""
+    metrics = tmp_path / "metrics.jsonl"
+    with Ranks(2, argv(*on(corpus, f"{ENDLESS} --metrics-file {metrics}", f"--save {tmp_path}/saved")), POISONED) as ranks:
+        wait_for_rows(metrics, 2, ranks.is_alive)
+        for process in ranks.processes:
+            os.kill(process.pid, signal.SIGTERM)
+        results = ranks.results()
+    (line,) = [line for result in results for line in result.err.splitlines() if "ERROR" in line]
+    assert "ended by SIGTERM, and no rank had failed; with --exit-signal-handler a run saves first" in line
+    # 143, or 1 of a rank whose peer was the first to go
+    assert {result.code for result in results} <= {1, 128 + signal.SIGTERM} and checkpoints(tmp_path / "saved") == []
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc, which is Linux's")
 def test_no_thread_of_a_process_group_outlives_training(corpus: Path, tmp_path: Path) -> None:
     """Python ends such a thread when it is done itself; amid a C++ destructor that is "terminate called without an active exception"."""
