@@ -46,9 +46,13 @@ def batches(turns: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
 def compare(turns: int, sizes: tuple[int, ...]) -> int:
     """Returns how many bytes the memory takes for a piece."""
     parallel_state.initialize_model_parallel(context_parallel_size=2)
-    with symmetric_memory.disabled():
-        plain = batches(turns, sizes)
-    copied = batches(turns, sizes)
+    torch.use_deterministic_algorithms(True)  # else kernels add up gradients in any order
+    try:
+        with symmetric_memory.disabled():
+            plain = batches(turns, sizes)
+        copied = batches(turns, sizes)
+    finally:
+        torch.use_deterministic_algorithms(False)
     for each, expected in zip(copied, plain, strict=True):
         assert torch.equal(each, expected)
     exchange = exchange_of(RingExchange, parallel_state.get_context_parallel_group(), copied[0], 1)
