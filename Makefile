@@ -16,7 +16,7 @@ test-layouts: setup
 	$(PY) -m pytest -n 2 --dist loadscope -m "not gpu" tests/parallel_equivalence tests/functional/test_layout_mixtures.py
 
 test-gpu: setup
-	$(PY) -m pytest -m gpu tests
+	$(PY) -m pytest -n 8 --dist worksteal -m gpu tests
 
 check: setup
 	$(PY) -m ruff check .

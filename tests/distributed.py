@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron.core import parallel_state
+from megatron.core import device, parallel_state
 from tests import fork_server
 from tests.ports import free_port
 
@@ -72,7 +72,7 @@ def _serve(rank: int, backend: str, port: int, env: dict[str, str], connection: 
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks compute on the CPU, whatever the machine has
     else:
-        torch.cuda.set_device(rank)
+        device.set_device(rank)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # as in the tests' own process
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -57,16 +57,23 @@ def block_elements(tensor: torch.Tensor) -> int:
     return BLOCK_ELEMENTS.get(tensor.device.type, 1 << 24)
 
 
+def gpus_are_shared() -> bool:
+    """Whether several processes may have one GPU, which NCCL allows from 2.30 on with this variable of its own."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def set_device(local_rank: int) -> torch.device:
-    """Choose the accelerator of this process (one a process), by its rank on this host. Nothing to choose on a CPU."""
+    """Choose the accelerator of this process, by its rank on this host: one a process, or in turn where GPUs are shared. Nothing to choose
+    on a CPU."""
     if has_accelerator():
         count = torch.cuda.device_count()
-        if local_rank >= count:
+        if local_rank >= count and not gpus_are_shared():
             raise ValueError(
                 f"local rank {local_rank} has no GPU: this host shows {count}; "
-                f"start at most {count} processes a host (torchrun --nproc-per-node {count})"
+                f"start at most {count} processes a host (torchrun --nproc-per-node {count}), or, to try a layout out slowly, "
+                "let them share GPUs by NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or later)"
             )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % count)
     return current_device()
 
 

@@ -83,6 +83,8 @@ class PeerMemory:
 def _allocate(nbytes: int) -> torch.Tensor:
     """Zeros that other GPUs can map."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch would map it for multicast too, which nothing here uses
+    if device.gpus_are_shared():
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     from torch._C._distributed_c10d import _SymmetricMemory
 
     own = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device.current_device())
@@ -178,7 +180,7 @@ def _obstacle(ranks: list[tuple[str, int, frozenset[int]]]) -> str | None:
     hosts, devices = {host for host, _, _ in ranks}, {index for _, index, _ in ranks}
     if len(hosts) > 1:
         return f"the ranks are on {len(hosts)} hosts"
-    if len(devices) < len(ranks):
+    if len(devices) < len(ranks) and not device.gpus_are_shared():
         return "ranks see their devices by the same number; let each see all devices of the host"
     for _, index, reached in ranks:
         if not devices - {index} <= reached:

@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.core import device
 from tests.functional.runner import assert_equal_tensors, checkpoint_tensors, on, torchrun
 from tests.functional.test_failure import FAULT, fail, nobody_saved
+from tests.gpus import needs_gpus, needs_two_gpus
 
-GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
-two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUTS = {
@@ -24,7 +21,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=two_gpus if LAYOUTS[name][0] > 1 else ()) for name in LAYOUTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_two_gpus if LAYOUTS[name][0] > 1 else ()) for name in LAYOUTS])
 def test_deterministic_runs_are_equal(corpus: Path, tmp_path: Path, name: str) -> None:
     processes, layout = LAYOUTS[name]
     dropout = "" if name == "context parallel" else "--attention-dropout 0.1"  # refused with context parallelism
@@ -75,7 +72,7 @@ GRAPHED = {
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=two_gpus if GRAPHED[name][0] > 1 else ()) for name in GRAPHED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_two_gpus if GRAPHED[name][0] > 1 else ()) for name in GRAPHED])
 def test_cuda_graphs_are_equal_to_running_without(corpus: Path, tmp_path: Path, name: str, impl: str) -> None:
     if (name, impl) == ("pipeline", "full_iteration"):
         pytest.skip("refused by name: stages wait for each other")
@@ -90,7 +87,7 @@ def test_cuda_graphs_are_equal_to_running_without(corpus: Path, tmp_path: Path, 
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion --hidden-size 128 --moe-ffn-hidden-size 256"
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=two_gpus)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=needs_two_gpus)])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
 @pytest.mark.parametrize("experts", [EXPERTS, f"{EXPERTS} --no-gradient-accumulation-fusion", EXPERTS.replace("--moe-grouped-gemm", "")])
 def test_experts_in_fp8_train_as_in_bf16(corpus: Path, processes: int, form: str, experts: str) -> None:
@@ -106,7 +103,7 @@ def test_experts_in_fp8_train_as_in_bf16(corpus: Path, processes: int, form: str
     assert plain[-1] < 0.95 * plain[0]
 
 
-@two_gpus
+@needs_two_gpus
 def test_the_first_failing_rank_is_named_last(corpus: Path, tmp_path: Path) -> None:
     (result,) = fail(corpus, tmp_path, "crash", 1, ranks=2, on_gpu=True)
     assert result.code != 0
@@ -114,7 +111,7 @@ def test_the_first_failing_rank_is_named_last(corpus: Path, tmp_path: Path) -> N
     nobody_saved(tmp_path)
 
 
-@two_gpus
+@needs_two_gpus
 def test_a_killed_rank(corpus: Path, tmp_path: Path) -> None:
     (result,) = fail(corpus, tmp_path, "kill", 1, ranks=2, on_gpu=True)
     assert result.code != 0
@@ -123,7 +120,7 @@ def test_a_killed_rank(corpus: Path, tmp_path: Path) -> None:
     nobody_saved(tmp_path)
 
 
-@two_gpus
+@needs_two_gpus
 def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
     results = fail(corpus, tmp_path, "sleep", 1, launcher=False, more="--distributed-timeout-seconds-after-init 6", ranks=2, on_gpu=True)
     assert all(result.code != 0 for result in results)

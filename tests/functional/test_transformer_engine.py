@@ -3,18 +3,15 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.core import device
 from megatron.core.optional_imports import available
 from tests import fake_te
 from tests.functional.runner import TINY, Result, checkpoint_tensors, on, torchrun, train
+from tests.gpus import RANKS, needs_gpus, needs_two_gpus
 
-GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
-two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no GPU"),
+    needs_gpus(1),
     pytest.mark.skipif(not available("transformer_engine"), reason="Transformer Engine is not installed"),
 ]
 
@@ -68,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=two_gpus if CASES[name][0] > 1 else ()) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_two_gpus if CASES[name][0] > 1 else ()) for name in CASES])
 def test_losses_are_those_of_the_local_backend(corpus: Path, name: str) -> None:
     processes, flags = CASES[name]
     local, other = run(corpus, flags, processes), run(corpus, f"{flags} {TE}", processes)
@@ -127,7 +124,7 @@ def test_grouped_experts_in_a_stateless_recipe_are_saved_and_resumed(corpus: Pat
     run(corpus, f"{flags} --exit-interval 2 --save {tmp_path} --save-interval 2")
     tensors = checkpoint_tensors(tmp_path, 2)
     assert tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (2, 4, 1024, 256)
-    for processes in (1, 2)[: max(1, min(GPUS, 2))]:
+    for processes in (1, 2)[: min(RANKS, 2)]:
         resumed = run(corpus, f"{flags} --load {tmp_path} --expert-model-parallel-size {processes}", processes)
         assert [row["iteration"] for row in resumed.steps] == [3, 4]
 

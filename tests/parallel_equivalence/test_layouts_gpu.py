@@ -1,22 +1,15 @@
 """The table on GPUs: NCCL, fp32 (no TF32) and bf16, as far as this machine's GPUs go. Run by `make test-gpu`."""
 
 import pytest
-import torch
 
-from megatron.core import device
+from tests.gpus import needs_gpus
 from tests.parallel_equivalence.comparison import assert_equals_one_process
 from tests.parallel_equivalence.layouts import GPU_TOLERANCES, LAYOUTS, Layout
-
-GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
 
 
 def cases() -> list:
     return [
-        pytest.param(
-            layout,
-            id=layout.name,
-            marks=pytest.mark.skipif(layout.world_size > GPUS, reason=f"needs {layout.world_size} GPUs, this machine has {GPUS}"),
-        )
+        pytest.param(layout, id=layout.name, marks=needs_gpus(layout.world_size))
         for layout in sorted(LAYOUTS, key=lambda layout: layout.world_size)
     ]
 

@@ -28,7 +28,7 @@ class Ring:
             nbytes = tensor.numel() * max(tensor.element_size(), 4)  # sums of gradients are in fp32 at least
             copies = exchange_of(RingExchange, self.group, tensor, nbytes)
             if copies is not None:
-                return copies.start(tensor)
+                return copies.start(tensor, nbytes)
         received = torch.empty_like(tensor)
         operations = [
             dist.P2POp(dist.isend, tensor, self.next, self.group),

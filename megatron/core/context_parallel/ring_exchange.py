@@ -49,10 +49,13 @@ class RingExchange:
         self._going: deque[_Turn] = deque()
         self._next, self._previous = (self.memory.rank + 1) % self.memory.size, (self.memory.rank - 1) % self.memory.size
 
-    def start(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to send `tensor` (contiguous) to the next rank. Returns what waits for one like it from the previous rank, and gives it."""
+    def start(self, tensor: torch.Tensor, room: int = 0) -> Callable[[], torch.Tensor]:
+        """Begin to send `tensor` (contiguous) to the next rank. Returns what waits for one like it from the previous rank, and gives it.
+
+        room: bytes of the largest that may be sent while this one is on its way.
+        """
         assert tensor.is_contiguous() and len(self._going) < 2
-        self._grow(tensor.nbytes)
+        self._grow(max(room, tensor.nbytes))
         self._signal()
         self._number += 1
         received = torch.empty_like(tensor)
@@ -89,6 +92,6 @@ class RingExchange:
 
     def _grow(self, nbytes: int) -> None:
         if nbytes > self.memory.capacity:
-            assert not self._going, "memory cannot grow under what is on its way: begin with the largest tensor's size"
+            assert not self._going, "memory cannot grow under what is on its way"
             device.synchronize()  # all that other ranks sent here has come; what they still signal, they do before they allocate
             self.memory, self._number, self._signalled = self._allocate(aligned(nbytes)), 0, 0

@@ -125,7 +125,7 @@ def quantize_blocks(
 ) -> Quantized:
     """x [m, k] with a scale for each block; `columns` has blocks of its own along m, but for square ones, which are the same."""
     if kernels_run_on(x):
-        from megatron.core.fusions.kernels import quantize as kernels
+        from megatron.core.fusions.kernels import quantize_blocks as kernels
 
         data, inverses = kernels.quantize_blocks(x, dtype, kind, rows, columns, _data(into), _inverses(into))
         return _pair(data, inverses, (kind, kind), into)

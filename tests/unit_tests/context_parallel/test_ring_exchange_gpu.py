@@ -1,5 +1,5 @@
-"""Ring attention by copy engines between two GPUs against the same over NCCL: many batches without a wait of the host, while chance holds
-up one rank or the other."""
+"""Ring attention by copy engines between GPUs against the same over NCCL: many batches without a wait of the host, while chance holds
+up one rank or another."""
 
 import random
 
@@ -15,9 +15,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.distributed import ranks
+from tests.gpus import needs_gpus, needs_two_gpus
 
-GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")]
+pytestmark = [pytest.mark.gpu, needs_two_gpus]
 HEADS, GROUPS, WIDTH = 8, 4, 64
 
 
@@ -25,7 +25,7 @@ def batches(turns: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
     """Outputs and gradients; memory of what is not needed is used again at once."""
     config = TransformerConfig(
         num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=GROUPS, attention_dropout=0.0,
-        context_parallel_size=2, cp_comm_overlap=True, bf16=True,
+        context_parallel_size=dist.get_world_size(), cp_comm_overlap=True, bf16=True,
     )  # fmt: skip
     core = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     torch.manual_seed(1 + dist.get_rank())
@@ -45,7 +45,7 @@ def batches(turns: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
 
 def compare(turns: int, sizes: tuple[int, ...]) -> int:
     """Returns how many bytes the memory takes for a piece."""
-    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     torch.use_deterministic_algorithms(True)  # else kernels add up gradients in any order
     try:
         with symmetric_memory.disabled():
@@ -61,8 +61,9 @@ def compare(turns: int, sizes: tuple[int, ...]) -> int:
     return exchange.memory.capacity
 
 
-def test_equal_to_the_bit() -> None:
-    ranks("nccl").run(2, compare, 100, (1024, 512))
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=needs_gpus(4))])
+def test_equal_to_the_bit(size: int) -> None:
+    ranks("nccl").run(size, compare, 100, (1024, 512))
 
 
 def test_memory_grows() -> None:

@@ -30,6 +30,7 @@ from megatron.core.fp8.quantize import (
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from megatron.core.fusions.kernels import quantize as kernels
+from megatron.core.fusions.kernels import quantize_blocks as block_kernels
 from megatron.core.fusions.kernels import scaled_mm
 
 ON_GPU = device.has_accelerator()
@@ -81,7 +82,7 @@ def test_one_scale_from_the_tensor(m: int, k: int, dtype: torch.dtype, seed: int
 def test_blocks(m: int, k: int, dtype: torch.dtype, seed: int, kind: str) -> None:
     x = values(m, k, dtype, seed)
     x[m // 2] *= 64.0  # blocks of several scales
-    found, inverses = kernels.quantize_blocks(x, dtype, kind, True, True, NOTHING, NOTHING)
+    found, inverses = block_kernels.quantize_blocks(x, dtype, kind, True, True, NOTHING, NOTHING)
     for data, inverse, plain in zip(found, inverses, (quantize_blocks_plain(y, dtype, kind) for y in (x, _filled_up(x))), strict=True):
         assert same(data, plain.data)
         assert inverse is not None and torch.equal(inverse, plain.inverse)
@@ -100,7 +101,7 @@ def operand(rows: int, k: int, kind: str, dtype: torch.dtype, seed: int) -> Oper
 
 
 @pytest.mark.parametrize("kinds", [(TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)])
-@pytest.mark.parametrize("sizes", [(1, 16, 16), (130, 272, 144), (256, 512, 384)])
+@pytest.mark.parametrize("sizes", [(1, 16, 16), (130, 272, 144), (132, 144, 656), (256, 512, 384)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype: torch.dtype) -> None:
     (m, n, k), tolerance = sizes, 1e-5 if out_dtype is torch.float32 else 2.0**-7
@@ -130,15 +131,18 @@ def test_what_is_not_finite_becomes_nan() -> None:
             assert data is not None and torch.equal(data.float().isnan(), bad)
         assert amax.isinf().all()
         for kind in (ROW_BLOCKS, SQUARE_BLOCKS, MX_BLOCKS):
-            (blocks, _), (inverse, _) = kernels.quantize_blocks(x, dtype, kind, True, False, NOTHING, NOTHING)
+            (blocks, _), (inverse, _) = block_kernels.quantize_blocks(x, dtype, kind, True, False, NOTHING, NOTHING)
             assert blocks is not None and inverse is not None
             assert Operand(blocks, inverse, kind).value()[~x.isfinite()].isnan().all()
 
 
 @pytest.mark.skipif(not ON_GPU, reason="there is cuBLAS on a GPU alone")
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_cublas_takes_one_scale(out_dtype: torch.dtype) -> None:
-    assert gemm.cublas_works(TENSOR, TENSOR, out_dtype)
+@pytest.mark.parametrize("kinds", [(TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)])
+def test_cublas_takes(kinds: tuple[str, str], out_dtype: torch.dtype) -> None:
+    if kinds != (TENSOR, TENSOR) and device.compute_capability() != (9, 0):
+        pytest.skip("blocks of 128 are Hopper's")
+    assert gemm.cublas_works(*kinds, out_dtype)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="there is cuBLASLt on a GPU alone")

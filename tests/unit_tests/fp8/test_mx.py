@@ -32,7 +32,7 @@ from megatron.core.fp8.settings import Fp8Settings
 pytest.importorskip("triton", reason="Triton is not installed")
 from megatron.core.fusions import kernels
 from megatron.core.fusions.kernels import mx_scales as scale_kernels
-from megatron.core.fusions.kernels import quantize as quantize_kernels
+from megatron.core.fusions.kernels import quantize_blocks as block_kernels
 from megatron.core.fusions.kernels import scaled_mm
 
 HAS_RECIPE = device.has_accelerator() and device.compute_capability() >= (10, 0)
@@ -111,7 +111,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def by_kernel(x: torch.Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True) -> Quantized:
-    data, inverses = quantize_kernels.quantize_blocks(x, dtype, MX_BLOCKS, rows, columns, NOTHING, NOTHING)
+    data, inverses = block_kernels.quantize_blocks(x, dtype, MX_BLOCKS, rows, columns, NOTHING, NOTHING)
     made = [None if part is None or inverse is None else Operand(part, inverse, MX_BLOCKS) for part, inverse in zip(data, inverses)]
     return Quantized(*made)
 
@@ -174,7 +174,7 @@ def test_over_an_earlier_result() -> None:
     x, y = (there(values(40, 80, E4M3, seed).bfloat16()) for seed in (1, 2))
     first, fresh = by_kernel(x, E4M3), by_kernel(y, E4M3)
     data, inverses = [tuple(part and part[place] for part in first) for place in (0, 1)]
-    quantize_kernels.quantize_blocks(y, E4M3, MX_BLOCKS, True, True, data, inverses)  # type: ignore[arg-type]
+    block_kernels.quantize_blocks(y, E4M3, MX_BLOCKS, True, True, data, inverses)  # type: ignore[arg-type]
     for found, expected in zip(first, fresh, strict=True):
         assert expected is not None
         assert_same(found, expected)

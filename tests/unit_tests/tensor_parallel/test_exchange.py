@@ -151,6 +151,12 @@ def test_who_can_share_memory(ranks: list[Any], problem: str | None) -> None:
     assert found is None if problem is None else found is not None and problem in found
 
 
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert _obstacle([("a", 0, frozenset()), ("a", 0, frozenset())]) is None
+    assert _obstacle([("a", 0, frozenset()), ("a", 1, frozenset())]) == "device 0 reaches only devices [] of the host"
+
+
 def find(fails: bool) -> tuple[bool, list[str]]:
     """Whether two ranks have an exchange, with devices that reach each other, and what the log says; rank 1's memory may fail."""
     rank = dist.get_rank()

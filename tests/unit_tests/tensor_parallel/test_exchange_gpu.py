@@ -14,9 +14,9 @@ from megatron.core.tensor_parallel.exchange import Exchange
 from megatron.core.tensor_parallel.init import init_method_normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.distributed import ranks
+from tests.gpus import needs_two_gpus
 
-GPUS = torch.cuda.device_count() if device.has_accelerator() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")]
+pytestmark = [pytest.mark.gpu, needs_two_gpus]
 WIDTH = 512
 
 

@@ -1,8 +1,9 @@
-"""Quantization to FP8 in one pass: rows as they lie and transposed, with one scale or a scale for each block.
+"""Quantization to FP8 in one pass: rows as they lie and transposed, with one scale (of blocks: quantize_blocks.py).
 
 The rule for scales and what becomes of numbers that are too large or not finite is that of fp8/formats.py.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -10,20 +11,39 @@ import triton
 import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST, SMALLEST_AMAX
-from megatron.core.fp8.quantize import BLOCK, MX_BLOCK, SQUARE_BLOCKS, WIDTHS, padded
+from megatron.core.fp8.quantize import padded
 
 Data = tuple[torch.Tensor | None, torch.Tensor | None]
 TILE = 128, 128, 8  # rows, columns and warps of a program
-WARPS = {BLOCK: 8, MX_BLOCK: 1}  # of a program that has a square of this width
-_SMALLEST = tl.constexpr(SMALLEST_AMAX)
+# bits of fp32
 _EXPONENT = tl.constexpr(0x7F800000)
+_ONE = tl.constexpr(127 << 23)
+_SMALLEST = tl.constexpr(round(math.log2(SMALLEST_AMAX)) + 127 << 23)
+
+
+@triton.jit
+def scale_bits(amax, LARGEST: tl.constexpr):
+    """The largest power of two that brings a tensor of this largest magnitude inside the format, both as the bits of fp32 (int32).
+
+    0 where the magnitude is not finite.
+    """
+    # Both formats' largest number is 1.75 times a power of two. Subtracted as integers, the mantissas take one from the difference of the
+    # exponents just where the quotient is below that power.
+    TOP: tl.constexpr = 0x43E00000 if LARGEST == 448.0 else 0x47600000
+    found = (TOP - tl.maximum(amax, _SMALLEST) + _ONE) & _EXPONENT
+    return tl.where(amax >= _EXPONENT, 0, found)
+
+
+@triton.jit
+def inverse_of_bits(scale):
+    """1 / a scale, fp32, from its bits; inf of 0."""
+    return tl.where(scale == 0, _EXPONENT, 2 * _ONE - scale).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_of(amax, LARGEST: tl.constexpr):
-    """The largest power of two that brings amax (fp32) inside the format."""
-    room = LARGEST / tl.maximum(amax, _SMALLEST)
-    return (room.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
+    """The scale for a largest magnitude, both fp32."""
+    return scale_bits(amax.to(tl.int32, bitcast=True), LARGEST).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -170,112 +190,18 @@ def quantize_tensor(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     m, k = x.shape
-    out_rows, out_columns = _outputs(x, dtype, rows, columns, into)
+    out_rows, out_columns = outputs_for(x, dtype, rows, columns, into)
     from_amax = scale is None
     given = found if from_amax else scale
     assert given is not None
     inverse = torch.empty(1, dtype=torch.float32, device=x.device) if inverse is None else inverse
     tall, wide, warps = TILE
     quantize_one_scale[(triton.cdiv(padded(m), tall), triton.cdiv(k, wide))](
-        x, given, given if amax is None else amax, *_some(out_rows, in_fours(out_columns)), inverse, m, k, padded(m) // 4, x.stride(0),
+        x, given, given if amax is None else amax, *some_of(out_rows, in_fours(out_columns)), inverse, m, k, padded(m) // 4, x.stride(0),
         LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=rows, COLUMNS=columns, TALL=tall, WIDE=wide,
         num_warps=warps,
     )  # fmt: skip
     return (out_rows, out_columns), inverse
-
-
-@triton.jit
-def store_row_blocks(out, inverse, value, quad, column, rows, columns, block, stride, lines, PHASE: tl.constexpr, LARGEST: tl.constexpr):
-    """value [quads, block]: a block a row; out [rows, stride]; inverse [blocks, lines], lines >= rows."""
-    row = quad * 4 + PHASE
-    factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
-    tl.store(inverse + block * lines + row, 1.0 / factors, mask=row < lines)
-    store_phase(out, to_fp8(value * factors[:, None], LARGEST), quad, column, rows, columns, stride, PHASE)
-
-
-@triton.jit
-def store_column_blocks(out, inverse, first, second, third, fourth, quad, column, quads, columns, block, stride, LARGEST: tl.constexpr):
-    """The phases of a block's rows: a block a column; out [columns, quads] int32; inverse [blocks, stride]."""
-    size = tl.maximum(tl.maximum(magnitude(first), magnitude(second)), tl.maximum(magnitude(third), magnitude(fourth)))
-    factors = scale_of(amax_from(tl.max(size, axis=0)), LARGEST)
-    tl.store(inverse + block * stride + column, 1.0 / factors, mask=column < columns)
-    wide = factors[None, :]
-    four = packed(first * wide, second * wide, LARGEST, 0) | packed(third * wide, fourth * wide, LARGEST, 1)
-    store_turned(out, four, quad, column, quads, columns)
-
-
-@triton.jit
-def quantize_row_blocks(
-    x, out_rows, out_columns, row_inverse, column_inverse, m, k, quads, stride,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    column = across * BLOCK + tl.arange(0, BLOCK)
-    first = load_phase(x, quad, column, m, k, stride, 0)
-    second = load_phase(x, quad, column, m, k, stride, 1)
-    third = load_phase(x, quad, column, m, k, stride, 2)
-    fourth = load_phase(x, quad, column, m, k, stride, 3)
-    if ROWS:
-        store_row_blocks(out_rows, row_inverse, first, quad, column, m, k, across, k, m, 0, LARGEST)
-        store_row_blocks(out_rows, row_inverse, second, quad, column, m, k, across, k, m, 1, LARGEST)
-        store_row_blocks(out_rows, row_inverse, third, quad, column, m, k, across, k, m, 2, LARGEST)
-        store_row_blocks(out_rows, row_inverse, fourth, quad, column, m, k, across, k, m, 3, LARGEST)
-    if COLUMNS:
-        store_column_blocks(out_columns, column_inverse, first, second, third, fourth, quad, column, quads, k, down, k, LARGEST)
-
-
-@triton.jit
-def quantize_square_blocks(
-    x, out_rows, out_columns, row_inverse, column_inverse, m, k, quads, stride,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = down * BLOCK + tl.arange(0, BLOCK)
-    column = across * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + row[:, None] * stride + column[None, :], mask=(row < m)[:, None] & (column < k)[None, :], other=0.0)
-    factor = scale_of(amax_from(tl.max(tl.max(magnitude(value.to(tl.float32)), axis=1), axis=0)), LARGEST)
-    if ROWS:
-        tl.store(row_inverse + down * tl.num_programs(1) + across, 1.0 / factor)
-    if COLUMNS:
-        tl.store(column_inverse + across * tl.num_programs(0) + down, 1.0 / factor)
-    quad = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    # x comes out of the cache
-    four, _ = quantize_fours(x, factor, out_rows, quad, column, m, k, stride, LARGEST, False, ROWS, COLUMNS, BLOCK // 4, BLOCK)
-    if COLUMNS:
-        store_turned(out_columns, four, quad, column, quads, k)
-
-
-def quantize_blocks(
-    x: torch.Tensor, dtype: torch.dtype, kind: str, rows: bool, columns: bool, into: Data, inverses_into: Data
-) -> tuple[Data, Data]:
-    """x [m, k] -> ((rows [m, k], columns [k, padded m]), (their inverse scales, as fp8/quantize.Operand says)).
-
-    A program has a square of a block's width, so that it sees whole blocks both ways.
-    """
-    x = x if x.stride(1) == 1 else x.contiguous()
-    (m, k), width, square = x.shape, WIDTHS[kind], kind == SQUARE_BLOCKS
-    out_rows, out_columns = _outputs(x, dtype, rows, columns, into)
-    down, across = triton.cdiv(padded(m), width), triton.cdiv(k, width)
-    by_row, by_column = inverses_into
-    if square:
-        m_lines, k_lines = triton.cdiv(m, width), across
-        by_row = x.new_empty(m_lines, across, dtype=torch.float32) if rows and by_row is None else by_row
-        by_column = x.new_empty(k_lines, down, dtype=torch.float32) if columns and by_column is None else by_column
-    else:
-        by_row = inverses_of_blocks(x, m, across) if rows and by_row is None else by_row
-        by_column = inverses_of_blocks(x, k, down) if columns and by_column is None else by_column
-    kernel = quantize_square_blocks if square else quantize_row_blocks
-    kernel[(down, across)](
-        x, *_some(out_rows, in_fours(out_columns)), *_some(by_row, by_column), m, k, padded(m) // 4, x.stride(0),
-        LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, BLOCK=width, num_warps=WARPS[width],
-    )  # fmt: skip
-    return (out_rows, out_columns), (by_row, by_column)
-
-
-def inverses_of_blocks(like: torch.Tensor, lines: int, blocks: int) -> torch.Tensor:
-    """fp32 [lines, blocks], the lines' next to each other."""
-    return like.new_empty(blocks, lines, dtype=torch.float32).t()
 
 
 def in_fours(out_columns: torch.Tensor | None) -> torch.Tensor | None:
@@ -283,7 +209,7 @@ def in_fours(out_columns: torch.Tensor | None) -> torch.Tensor | None:
     return None if out_columns is None else out_columns.view(torch.int32)
 
 
-def _outputs(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool, into: Data) -> Data:
+def outputs_for(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool, into: Data) -> Data:
     (m, k), (out_rows, out_columns) = x.shape, into
     if rows and out_rows is None:
         out_rows = torch.empty(m, k, dtype=dtype, device=x.device)
@@ -292,6 +218,6 @@ def _outputs(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool, int
     return out_rows if rows else None, out_columns if columns else None
 
 
-def _some(first: Any, second: Any) -> tuple[Any, Any]:
+def some_of(first: Any, second: Any) -> tuple[Any, Any]:
     """Both, one standing in for one that is not there and will not be touched."""
     return second if first is None else first, first if second is None else second

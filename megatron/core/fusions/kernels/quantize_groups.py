@@ -16,12 +16,10 @@ from megatron.core.fusions.kernels.quantize import (
     amax_from,
     factor_of,
     in_fours,
-    load_phase,
     quantize_fours,
-    store_column_blocks,
-    store_row_blocks,
     store_turned,
 )
+from megatron.core.fusions.kernels.quantize_blocks import LAUNCH, quantize_tile
 
 TILE = 128, 128, 8  # rows (a multiple of 16), columns and warps of a program
 _UNIT = tl.constexpr(16)  # fp8/settings.ALIGNMENT
@@ -109,24 +107,16 @@ def quantize_groups_row_blocks(
 ):  # fmt: skip
     tile, across = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, first, rows, filled_first, filled, within = group_of_tile(counts, groups, tile, GROUPS, BLOCK)
-    quad = within.to(tl.int64) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    column = across * BLOCK + tl.arange(0, BLOCK)
-    x += first.to(tl.int64) * stride
-    one = load_phase(x, quad, column, rows, k, stride, 0)
-    two = load_phase(x, quad, column, rows, k, stride, 1)
-    three = load_phase(x, quad, column, rows, k, stride, 2)
-    four = load_phase(x, quad, column, rows, k, stride, 3)
-    if ROWS:
-        out_rows += first.to(tl.int64) * k
-        row_inverse += filled_first.to(tl.int64) * tl.num_programs(1)
-        store_row_blocks(out_rows, row_inverse, one, quad, column, rows, k, across, k, filled, 0, LARGEST)
-        store_row_blocks(out_rows, row_inverse, two, quad, column, rows, k, across, k, filled, 1, LARGEST)
-        store_row_blocks(out_rows, row_inverse, three, quad, column, rows, k, across, k, filled, 2, LARGEST)
-        store_row_blocks(out_rows, row_inverse, four, quad, column, rows, k, across, k, filled, 3, LARGEST)
-    if COLUMNS:
-        out_columns += (tile - within).to(tl.int64) * (BLOCK // 4) * k
-        quads = tl.cdiv(rows, BLOCK) * (BLOCK // 4)
-        store_column_blocks(out_columns, column_inverse, one, two, three, four, quad, column, quads, k, tile.to(tl.int64), k, LARGEST)
+    first, row, column = first.to(tl.int64), within.to(tl.int64) * BLOCK, across * BLOCK
+    block, quads = (tile - within).to(tl.int64), tl.cdiv(rows, BLOCK) * (BLOCK // 4)
+    quantize_tile(
+        x + (first + row) * stride + column, out_rows + (first + row) * k + column,
+        out_columns + block * (BLOCK // 4) * k + column * quads + within * (BLOCK // 4),
+        row_inverse + filled_first.to(tl.int64) * tl.num_programs(1) + across * filled + row,
+        column_inverse + tile.to(tl.int64) * k + column,
+        rows - within * BLOCK, (k - column).to(tl.int32), filled - within * BLOCK, quads - within * (BLOCK // 4),
+        stride, k, quads, LARGEST, ROWS, COLUMNS, BLOCK, False,
+    )  # fmt: skip
 
 
 def quantize_row_blocks(
@@ -152,6 +142,6 @@ def quantize_row_blocks(
     out_columns, column_inverse = of_columns or some
     quantize_groups_row_blocks[(down, across)](
         x, counts, out_rows, out_columns.view(torch.int32) if columns else out_rows, row_inverse, column_inverse, k, x.stride(0), groups,
-        LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, GROUPS=lanes_for(groups), BLOCK=BLOCK, num_warps=8,
+        LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, GROUPS=lanes_for(groups), BLOCK=BLOCK, **LAUNCH[BLOCK],
     )  # fmt: skip
     return of_rows, of_columns

@@ -14,7 +14,6 @@ from megatron.core.fp8.quantize import BLOCK, padded
 from megatron.core.fusions.kernels.quantize import (
     amax_from,
     in_fours,
-    inverses_of_blocks,
     load_phase,
     magnitude,
     packed,
@@ -23,6 +22,7 @@ from megatron.core.fusions.kernels.quantize import (
     store_turned,
     to_fp8,
 )
+from megatron.core.fusions.kernels.quantize_blocks import inverses_of_blocks
 
 # rows, columns and warps of a program
 FORWARD_TILE = 8, 512, 8
