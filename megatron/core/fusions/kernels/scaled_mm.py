@@ -57,7 +57,8 @@ def product(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tensor | 
     assert blocks_of_32 == (b.kind == MX_BLOCKS)
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype, device=a.data.device)
-    tall, wide = (128, 256) if n >= 256 else (128, 128)
+    # scales of blocks need each block's part beside the total: of 128 x 256, both are more than a multiprocessor has registers
+    tall, wide = (128, 256) if n >= 256 and a.kind == b.kind == TENSOR else (128, 128)
     scaled_mm_product[(triton.cdiv(m, tall) * triton.cdiv(n, wide),)](
         a.data, b.data, out, a.inverse, b.inverse, m, n, k, a.data.stride(0), b.data.stride(0), *_strides(a), *_strides(b),
         ONE_A=a.kind == TENSOR, ONE_B=b.kind == TENSOR, HEIGHT_A=_height(a), HEIGHT_B=_height(b), ADD=add, GROUP=8,
