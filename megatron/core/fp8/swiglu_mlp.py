@@ -1,5 +1,4 @@
-"""A SwiGLU MLP with both linears in FP8 as one function, so that what lies between its products is not written in bf16 and read again
-(blockwise: going forward).
+"""A SwiGLU MLP with both linears in FP8 as one function, so that what lies between its products is not written in bf16 and read again.
 
 Of delayed, tensorwise and blockwise scaling, without biases, where Triton's kernels run. What it computes: what the linears and SwiGLU
 compute one by one, which is its twin and runs elsewhere. Kept for the backward pass: the input in FP8, transposed, and fc1's output;
@@ -12,7 +11,7 @@ import torch
 
 from megatron.core.fp8.gemm import product
 from megatron.core.fp8.linear import Fp8Linear, start_reducing, there
-from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, TENSOR, Operand, Quantized, quantize_blocks
+from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, TENSOR, Operand, Quantized
 from megatron.core.fp8.scaling import GRADIENT, INPUT, dtype_of
 from megatron.core.fusions.kernels import kernels_run_on
 from megatron.core.tensor_parallel.mappings import gather_first_dim
@@ -86,11 +85,11 @@ class _SwiGLUMLP(torch.autograd.Function):
 
 def _activate(fc2: Fp8Linear, hidden: torch.Tensor, record: bool) -> Operand:
     """SwiGLU of hidden [m, 2n], quantized as fc2's input [m, n]."""
-    from megatron.core.fusions.kernels import swiglu_quantize
+    from megatron.core.fusions.kernels import swiglu_quantize, swiglu_quantize_blocks
 
     dtype, known = dtype_of(fc2.settings, INPUT), fc2.known_scale(INPUT)
     if fc2.settings.recipe == "blockwise":
-        return Operand(*swiglu_quantize.forward_blocks(hidden, dtype), ROW_BLOCKS)
+        return Operand(*swiglu_quantize_blocks.forward(hidden, dtype), ROW_BLOCKS)
     if known is not None:
         inverse, amax = known
         return Operand(swiglu_quantize.forward(hidden, dtype, inverse, amax if record else None), inverse, TENSOR)
@@ -104,14 +103,11 @@ def _activate_backward(
 ) -> tuple[Operand, Quantized]:
     """grad [m, n] of SwiGLU's output -> (that output, with the inverse scale `inverse` of the forward pass or with blocks, transposed;
     hidden's gradient as fc1's)."""
-    from megatron.core.fusions.kernels import swiglu, swiglu_quantize
+    from megatron.core.fusions.kernels import swiglu_quantize, swiglu_quantize_blocks
 
     out_dtype, dtype, known = dtype_of(fc1.settings, INPUT), dtype_of(fc1.settings, GRADIENT), fc1.known_scale(GRADIENT)
-    if fc1.settings.recipe == "blockwise":  # three results with scales both ways would not fit a program's registers
-        grad_hidden, _, activated = swiglu.backward(hidden, grad, with_out=True)
-        assert activated is not None
-        kept = quantize_blocks(activated, out_dtype, ROW_BLOCKS, rows=False).columns
-        return there(kept), fc1.quantize(GRADIENT, grad_hidden, record=record, rows=True, columns=True)
+    if fc1.settings.recipe == "blockwise":
+        return swiglu_quantize_blocks.backward(hidden, grad, out_dtype, dtype)
     if known is not None:
         grad_inverse, amax = known
         out, rows, columns = swiglu_quantize.backward(hidden, grad, out_dtype, inverse, dtype, grad_inverse, amax if record else None)

@@ -97,42 +97,64 @@ def store_tile_turned(out, words, columns, quads, stride, BLOCK: tl.constexpr, W
 
 
 @triton.jit
+def tile_places(stride, BLOCK: tl.constexpr):
+    """int32 [BLOCK / 4, BLOCK]: where the first row of each four lies."""
+    # a lane has four columns and a warp a whole row, whose largest is then found by one instruction
+    column = tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    return tl.arange(0, BLOCK // 4)[:, None] * 4 * stride + column[None, :]
+
+
+@triton.jit
+def tile_inside(rows, columns, BLOCK: tl.constexpr, PHASE: tl.constexpr):
+    """Of row PHASE of each four."""
+    return (tl.arange(0, BLOCK // 4) * 4 + PHASE < rows)[:, None] & (tl.arange(0, BLOCK) < columns)[None, :]
+
+
+@triton.jit
+def quantize_fours_of_rows(
+    a, b, c, d, out_rows, out_columns, row_inverse, column_inverse, rows, columns, lines, quads, row_stride, column_stride,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """As quantize_tile, of values that are there: a, b, c, d [BLOCK / 4, BLOCK] are the rows of each four."""
+    size_a, size_b, size_c, size_d = size_of(a), size_of(b), size_of(c), size_of(d)
+    line = tl.arange(0, BLOCK)
+    if COLUMNS:
+        of_columns = scales_along(tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), 0, LARGEST)
+    if ROWS:
+        of_a, of_b = scales_along(size_a, 1, LARGEST), scales_along(size_b, 1, LARGEST)
+        of_c, of_d = scales_along(size_c, 1, LARGEST), scales_along(size_d, 1, LARGEST)
+        place = tile_places(row_stride, BLOCK)
+        store_row(out_rows, a, of_a, place, tile_inside(rows, columns, BLOCK, 0), LARGEST, WHOLE)
+        store_row(out_rows + row_stride, b, of_b, place, tile_inside(rows, columns, BLOCK, 1), LARGEST, WHOLE)
+        store_row(out_rows + 2 * row_stride, c, of_c, place, tile_inside(rows, columns, BLOCK, 2), LARGEST, WHOLE)
+        store_row(out_rows + 3 * row_stride, d, of_d, place, tile_inside(rows, columns, BLOCK, 3), LARGEST, WHOLE)
+        in_order = tl.reshape(tl.join(tl.join(of_a, of_c), tl.join(of_b, of_d)), [BLOCK])
+        tl.store(row_inverse + line, inverse_of_bits(in_order), mask=line < lines)
+    if COLUMNS:
+        tl.store(column_inverse + line, inverse_of_bits(of_columns), mask=line < columns)
+        wide = of_columns.to(tl.float32, bitcast=True)[None, :]
+        words = words_of(
+            a.to(tl.float32) * wide, b.to(tl.float32) * wide, c.to(tl.float32) * wide, d.to(tl.float32) * wide, LARGEST
+        )  # fmt: skip
+        store_tile_turned(out_columns, words, columns, quads, column_stride, BLOCK, WHOLE)
+
+
+@triton.jit
 def quantize_tile(
     x, out_rows, out_columns, row_inverse, column_inverse, rows, columns, lines, quads, stride, row_stride, column_stride,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Pointers to where the tile begins; from there on there are so many rows and columns of x, lines of row_inverse, fours of rows of
     out_columns (int32). WHOLE: at least BLOCK of each. Strides: of x, out_rows and out_columns."""
-    quad, line = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK)
-    column = tl.max_contiguous(line, 4)  # so a warp has a whole row, whose largest is found by one instruction
-    offset = quad[:, None] * 4 * stride + column[None, :]
-    inside = (column < columns)[None, :]
-    in_a, in_b = (quad * 4 < rows)[:, None] & inside, (quad * 4 + 1 < rows)[:, None] & inside
-    in_c, in_d = (quad * 4 + 2 < rows)[:, None] & inside, (quad * 4 + 3 < rows)[:, None] & inside
-    a = load_row(x, offset, in_a, WHOLE)
-    b = load_row(x + stride, offset, in_b, WHOLE)
-    c = load_row(x + 2 * stride, offset, in_c, WHOLE)
-    d = load_row(x + 3 * stride, offset, in_d, WHOLE)
-    size_a, size_b, size_c, size_d = size_of(a), size_of(b), size_of(c), size_of(d)
-    if COLUMNS:
-        of_columns = scales_along(tl.maximum(tl.maximum(size_a, size_b), tl.maximum(size_c, size_d)), 0, LARGEST)
-    if ROWS:
-        of_a, of_b = scales_along(size_a, 1, LARGEST), scales_along(size_b, 1, LARGEST)
-        of_c, of_d = scales_along(size_c, 1, LARGEST), scales_along(size_d, 1, LARGEST)
-        place = quad[:, None] * 4 * row_stride + column[None, :]
-        store_row(out_rows, a, of_a, place, in_a, LARGEST, WHOLE)
-        store_row(out_rows + row_stride, b, of_b, place, in_b, LARGEST, WHOLE)
-        store_row(out_rows + 2 * row_stride, c, of_c, place, in_c, LARGEST, WHOLE)
-        store_row(out_rows + 3 * row_stride, d, of_d, place, in_d, LARGEST, WHOLE)
-        in_order = tl.reshape(tl.join(tl.join(of_a, of_c), tl.join(of_b, of_d)), [BLOCK])
-        tl.store(row_inverse + line, inverse_of_bits(in_order), mask=line < lines)
-    if COLUMNS:
-        tl.store(column_inverse + column, inverse_of_bits(of_columns), mask=column < columns)
-        wide = of_columns.to(tl.float32, bitcast=True)[None, :]
-        words = words_of(
-            a.to(tl.float32) * wide, b.to(tl.float32) * wide, c.to(tl.float32) * wide, d.to(tl.float32) * wide, LARGEST
-        )  # fmt: skip
-        store_tile_turned(out_columns, words, columns, quads, column_stride, BLOCK, WHOLE)
+    place = tile_places(stride, BLOCK)
+    quantize_fours_of_rows(
+        load_row(x, place, tile_inside(rows, columns, BLOCK, 0), WHOLE),
+        load_row(x + stride, place, tile_inside(rows, columns, BLOCK, 1), WHOLE),
+        load_row(x + 2 * stride, place, tile_inside(rows, columns, BLOCK, 2), WHOLE),
+        load_row(x + 3 * stride, place, tile_inside(rows, columns, BLOCK, 3), WHOLE),
+        out_rows, out_columns, row_inverse, column_inverse, rows, columns, lines, quads, row_stride, column_stride,
+        LARGEST, ROWS, COLUMNS, BLOCK, WHOLE,
+    )  # fmt: skip
 
 
 @triton.jit

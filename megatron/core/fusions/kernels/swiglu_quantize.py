@@ -10,24 +10,21 @@ import triton
 import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST
-from megatron.core.fp8.quantize import BLOCK, padded
+from megatron.core.fp8.quantize import padded
 from megatron.core.fusions.kernels.quantize import (
     amax_from,
     in_fours,
     load_phase,
     magnitude,
     packed,
-    scale_of,
     store_phase,
     store_turned,
     to_fp8,
 )
-from megatron.core.fusions.kernels.quantize_blocks import inverses_of_blocks
 
 # rows, columns and warps of a program
 FORWARD_TILE = 8, 512, 8
 BACKWARD_TILE = 32, 128, 4
-BLOCKS_TALL, BLOCKS_WARPS = 16, 4  # forward with blocks
 
 
 @triton.jit
@@ -37,7 +34,7 @@ def sigmoid_of(x):
 
 
 @triton.jit
-def _output(x, weights, row, column, rows, columns, stride, WEIGHTED: tl.constexpr):
+def output_of(x, weights, row, column, rows, columns, stride, WEIGHTED: tl.constexpr):
     """SwiGLU (times its row's weight), rounded to x's dtype, in fp32."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * stride + column[None, :]
@@ -71,7 +68,7 @@ def swiglu_quantize_forward(
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
-    value = _output(x, weights, row, column, rows, columns, stride, WEIGHTED)
+    value = output_of(x, weights, row, column, rows, columns, stride, WEIGHTED)
     if RECORD:
         tl.atomic_max(amax, amax_from(tl.max(tl.max(magnitude(value), axis=1), axis=0)))
     if QUANTIZE:
@@ -124,20 +121,6 @@ def swiglu_quantize_backward(
         store_turned(grad_columns + columns.to(tl.int64) * quads, four_up, quad, column, quads, columns)
 
 
-@triton.jit
-def swiglu_quantize_blocks_forward(
-    x, out, inverse, rows, columns, stride, LARGEST: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
-    block = tl.program_id(1).to(tl.int64)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    value = _output(x, x, row, column, rows, columns, stride, False)
-    factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
-    tl.store(inverse + block * rows + row, 1.0 / factors, mask=row < rows)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(out + row[:, None] * columns + column[None, :], to_fp8(value * factors[:, None], LARGEST), mask=inside)
-
-
 def forward(
     x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None, amax: torch.Tensor | None, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -181,14 +164,3 @@ def backward(
         TALL=tall, WIDE=wide, num_warps=warps,
     )  # fmt: skip
     return out_columns, grad_rows, grad_columns
-
-
-def forward_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [m, 2n] contiguous in its last dim -> ([m, n] with a scale for 1 x 128, the inverse scales); n a multiple of 128."""
-    rows, columns = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    inverse = inverses_of_blocks(x, rows, columns // BLOCK)
-    swiglu_quantize_blocks_forward[(triton.cdiv(rows, BLOCKS_TALL), columns // BLOCK)](
-        x, out, inverse, rows, columns, x.stride(0), LARGEST=LARGEST[dtype], TALL=BLOCKS_TALL, BLOCK=BLOCK, num_warps=BLOCKS_WARPS
-    )
-    return out, inverse
