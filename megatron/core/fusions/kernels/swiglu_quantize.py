@@ -31,7 +31,7 @@ from megatron.core.fusions.kernels.quantize import in_fours, inverses_of_blocks
 
 # rows, columns and warps of a program
 FORWARD_TILE = 8, 512, 4
-BACKWARD_TILE = 32, 128, 8
+BACKWARD_TILE = 32, 128, 8, 64  # and registers of a thread, at most: so four programs fit a multiprocessor of sm_90
 BLOCKS_TALL, BLOCKS_WARPS = 16, 4  # forward with blocks
 
 
@@ -192,12 +192,12 @@ def backward(
     out_columns = torch.empty(columns, filled, dtype=out_dtype, device=x.device)
     grad_rows = torch.empty(rows, 2 * columns, dtype=x.dtype if inverse is None else dtype, device=x.device)
     grad_columns = None if inverse is None else torch.empty(2 * columns, filled, dtype=dtype, device=x.device)
-    tall, wide, warps = BACKWARD_TILE
+    tall, wide, warps, registers = BACKWARD_TILE
     swiglu_quantize_backward[(triton.cdiv(filled, tall), triton.cdiv(columns, wide))](
         x, grad, inverse_out, inverse_out if inverse is None else inverse, inverse_out if amax is None else amax, in_fours(out_columns),
         grad_rows, in_fours(out_columns if grad_columns is None else grad_columns), rows, filled // 4, columns, x.stride(0), grad.stride(0),
         LARGEST_OUT=LARGEST[out_dtype], LARGEST=LARGEST[dtype], QUANTIZE=inverse is not None, RECORD=amax is not None,
-        WHOLE=rows % tall == 0 and columns % wide == 0, TALL=tall, WIDE=wide, num_warps=warps,
+        WHOLE=rows % tall == 0 and columns % wide == 0, TALL=tall, WIDE=wide, num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return out_columns, grad_rows, grad_columns
 
