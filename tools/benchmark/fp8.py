@@ -110,11 +110,11 @@ def tiles() -> None:
     for tile in ((64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 256, 16), (256, 128, 16)):
         quantize.TILE = tile
         attempt(f"quantize {tile}", partial(quantize_tensor, x, E4M3, scale=one, inverse=one, amax=amax), bytes_moved=4 * size)
-    for tile in ((64, 64, 4), (64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 32, 4), (32, 32, 4), (64, 32, 2), (128, 16, 4)):
-        swiglu_quantize.BACKWARD_TILE = tile
+    for programs in ((32, 128, 8, 64), (32, 128, 4, 112), (64, 128, 8, 112), (64, 64, 8, 64), (32, 64, 4, 72)):
+        swiglu_quantize.BACKWARD_TILE = programs
         back = partial(swiglu_quantize.backward, hidden, x, E4M3, one, E5M2, one, amax)
-        attempt(f"SwiGLU backward {tile}", back, bytes_moved=11 * size)
-    for tile in ((4, 512, 4), (4, 1024, 8), (8, 512, 8)):
+        attempt(f"SwiGLU backward {programs}", back, bytes_moved=11 * size)
+    for tile in ((8, 512, 4), (8, 512, 8), (8, 1024, 8)):
         swiglu_quantize.FORWARD_TILE = tile
         attempt(f"SwiGLU forward {tile}", partial(swiglu_quantize.forward, hidden, E4M3, one, amax), bytes_moved=5 * size)
 

@@ -65,6 +65,32 @@ def test_one_scale_that_is_given(m: int, k: int, dtype: torch.dtype, seed: int, 
     assert torch.equal(amax, expected_amax) and torch.equal(inverse, scale.reciprocal())
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("sizes", [(256, 256), (144, 272)])  # whole in tiles, and not
+def test_what_is_too_large_becomes_the_largest(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    """In the tiles that hold it, and nothing else changes: most tiles are spared the bounds."""
+    x = values(*sizes, dtype, 1)
+    scale = scale_for(amax_of(x).view(1), LARGEST[dtype])
+    x[130, 5], x[2, 200] = 2.0**20, -(2.0**20)
+    amax = torch.zeros(1, device=x.device)
+    expected = quantize_tensor_plain(x, scale, dtype)
+    found, _ = kernels.quantize_tensor(x, dtype, scale, scale.reciprocal(), None, amax, True, True, NOTHING)
+    assert same(found[0], expected[0]) and same(found[1], expected[1])
+    assert found[0] is not None and [float(found[0][place]) for place in ((130, 5), (2, 200))] == [LARGEST[dtype], -LARGEST[dtype]]
+    assert float(amax) == 2.0**20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [(16, 2048), (13, 1500)])
+def test_the_largest_magnitude(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    x = torch.randn(sizes).to(dtype).to(device.current_device())
+    x[11, 1400] = -9.0
+    assert kernels.largest_magnitude(x).tolist() == [9.0]
+    for bad in (torch.inf, torch.nan):
+        x[3, 7] = bad
+        assert kernels.largest_magnitude(x).isinf().all()
+
+
 @settings(max_examples=20, deadline=None)
 @given(SIZES, SIZES, FORMATS, st.integers(0, 10**6), st.sampled_from([(True, True), (True, False), (False, True)]))
 def test_one_scale_from_the_tensor(m: int, k: int, dtype: torch.dtype, seed: int, wanted: tuple[bool, bool]) -> None:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from megatron.core.fusions import kernels
-from megatron.core.fusions.kernels import quantize_blocks, swiglu_quantize_blocks
+from megatron.core.fusions.kernels import quantize_blocks, swiglu_quantize, swiglu_quantize_blocks
 
 ON_GPU = device.has_accelerator()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -95,6 +95,25 @@ def quantized(x: torch.Tensor, dtype: torch.dtype) -> list[Operand]:
     """x with blocks of 1 x 128: rows, columns."""
     made = quantize_blocks.quantize_blocks(x, dtype, ROW_BLOCKS, True, True, (None, None), (None, None))
     return [Operand(data, inverse, ROW_BLOCKS) for data, inverse in zip(*made, strict=True) if data is not None and inverse is not None]
+
+
+def test_what_is_too_large_becomes_the_largest() -> None:
+    """Of forward's and backward's results, in tiles that hold something beyond the format, and in no other."""
+    x = torch.zeros(64, 2 * 1024, dtype=torch.bfloat16, device=device.current_device())
+    x[40:, :1024], x[40:, 1024:] = 64.0, 4.0  # SwiGLU gives 256, its gradients are 4 and 64
+    grad, one, amax = torch.ones_like(x[:, :1024]), torch.ones(1, device=x.device), torch.zeros(1, device=x.device)
+    for inverse, out, gate, up in ((1.0, 256.0, 4.0, 64.0), (2.0**-4, 448.0, 64.0, 448.0), (2.0**-20, 448.0, 448.0, 448.0)):
+        scale = one * inverse
+        rows = swiglu_quantize.forward(x, E4M3, scale, amax)
+        again, grad_rows, grad_columns = swiglu_quantize.backward(x, grad, E4M3, scale, E4M3, scale, amax)
+        assert grad_columns is not None
+        expected = torch.zeros(64, 3, device=x.device)
+        expected[40:] = torch.tensor([out, gate, up])
+        for column in (0, 600, 1023):
+            assert torch.equal(rows[:, column].float(), expected[:, 0]) and torch.equal(again[column].float(), expected[:, 0])
+            for place, wanted in ((column, expected[:, 1]), (column + 1024, expected[:, 2])):
+                assert torch.equal(grad_rows[:, place].float(), wanted) and torch.equal(grad_columns[place].float(), wanted)
+    assert float(amax) == 256.0
 
 
 def test_blocks_that_are_not_whole_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Each has a torch path beside it, at the place that calls it, which is its plain 
     rope           fusions/fused_rope.py                  embedding  tensor_parallel/layers.py (F.embedding), weight_grad.py
     norm           fusions/fused_layer_norm.py            probe      nobody: does Triton work here at all?
     precision      other kernels: how numbers are rounded
+    fp8_tiles      other kernels: what becomes of a number in FP8, and of a tile
     quantize       fp8/quantize.py                        scaled_mm  fp8/gemm.py
     mx_scales      fp8/mx_scales.py
     quantize_groups  fp8/grouped.py, fp8/grouped_blocks.py; the twin of blocks is fp8/quantize.py, group by group

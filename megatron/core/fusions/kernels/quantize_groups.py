@@ -12,14 +12,9 @@ from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.grouped import room_for
 from megatron.core.fp8.quantize import BLOCK
 from megatron.core.fp8.settings import ALIGNMENT
-from megatron.core.fusions.kernels.quantize import (
-    amax_from,
-    factor_of,
-    in_fours,
-    quantize_fours,
-    store_turned,
-)
-from megatron.core.fusions.kernels.quantize_blocks import LAUNCH, quantize_tile
+from megatron.core.fusions.kernels.fp8_tiles import load_fours
+from megatron.core.fusions.kernels.quantize import REGISTERS, factor_of, in_fours, quantize_tile
+from megatron.core.fusions.kernels.quantize_blocks import LANE, LAUNCH, store_block_tile
 
 TILE = 128, 128, 8  # rows (a multiple of 16), columns and warps of a program
 _UNIT = tl.constexpr(16)  # fp8/settings.ALIGNMENT
@@ -51,16 +46,14 @@ def quantize_groups_one_scale(
     GROUPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     _, first, rows, filled_first, filled, within = group_of_tile(counts, groups, tl.program_id(0), GROUPS, TALL)
-    quad = within.to(tl.int64) * (TALL // 4) + tl.arange(0, TALL // 4)
-    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    row, column = within * TALL, tl.program_id(1) * WIDE
     factor = factor_of(scale, inverse, LARGEST, FROM_AMAX)
-    x += first.to(tl.int64) * stride
-    out_rows += first.to(tl.int64) * k
-    four, largest = quantize_fours(x, factor, out_rows, quad, column, rows, k, stride, LARGEST, RECORD, ROWS, COLUMNS, TALL // 4, WIDE)
-    if RECORD:
-        tl.atomic_max(amax, amax_from(tl.max(tl.max(largest, axis=1), axis=0)))
-    if COLUMNS:
-        store_turned(out_columns + filled_first.to(tl.int64) // 4 * k, four, quad, column, filled // 4, k)
+    here, filled_here, quads = (first + row).to(tl.int64), filled_first.to(tl.int64) // 4 * k, filled // 4
+    quantize_tile(
+        x + here * stride + column, factor, amax, out_rows + here * k + column,
+        out_columns + filled_here + column.to(tl.int64) * quads + row // 4, rows - row, k - column, stride, k, quads - row // 4, quads,
+        LARGEST, FROM_AMAX, RECORD, ROWS, COLUMNS, False, TALL // 4, WIDE,
+    )  # fmt: skip
 
 
 def lanes_for(groups: int) -> int:
@@ -95,7 +88,7 @@ def quantize_groups(
         x, counts, given, given if amax is None else amax, turned if out_rows is None else out_rows,
         out_rows if turned is None else turned, inverse, k, x.stride(0), groups,
         LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=out_rows is not None, COLUMNS=out_columns is not None,
-        GROUPS=lanes_for(groups), TALL=tall, WIDE=wide, num_warps=warps,
+        GROUPS=lanes_for(groups), TALL=tall, WIDE=wide, num_warps=warps, maxnreg=REGISTERS,
     )  # fmt: skip
     return inverse
 
@@ -109,13 +102,13 @@ def quantize_groups_row_blocks(
     _, first, rows, filled_first, filled, within = group_of_tile(counts, groups, tile, GROUPS, BLOCK)
     first, row, column = first.to(tl.int64), within.to(tl.int64) * BLOCK, across * BLOCK
     block, quads = (tile - within).to(tl.int64), tl.cdiv(rows, BLOCK) * (BLOCK // 4)
-    quantize_tile(
-        x + (first + row) * stride + column, out_rows + (first + row) * k + column,
-        out_columns + block * (BLOCK // 4) * k + column * quads + within * (BLOCK // 4),
+    rows, columns = rows - within * BLOCK, (k - column).to(tl.int32)
+    store_block_tile(
+        load_fours(x + (first + row) * stride + column, rows, columns, stride, False, BLOCK // 4, BLOCK, LANE),
+        out_rows + (first + row) * k + column, out_columns + block * (BLOCK // 4) * k + column * quads + within * (BLOCK // 4),
         row_inverse + filled_first.to(tl.int64) * tl.num_programs(1) + across * filled + row,
         column_inverse + tile.to(tl.int64) * k + column,
-        rows - within * BLOCK, (k - column).to(tl.int32), filled - within * BLOCK, quads - within * (BLOCK // 4),
-        stride, k, quads, LARGEST, ROWS, COLUMNS, BLOCK, False,
+        rows, columns, filled - within * BLOCK, quads - within * (BLOCK // 4), k, quads, LARGEST, ROWS, COLUMNS, BLOCK, False,
     )  # fmt: skip
 
 

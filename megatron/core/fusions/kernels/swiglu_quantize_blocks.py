@@ -12,14 +12,10 @@ import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, Operand, Quantized, padded
-from megatron.core.fusions.kernels.quantize import amax_from, in_fours, magnitude, scale_of, to_fp8
-from megatron.core.fusions.kernels.quantize_blocks import (
-    inverses_of_blocks,
-    load_row,
-    quantize_fours_of_rows,
-    tile_inside,
-    tile_places,
-)
+from megatron.core.fusions.kernels.fp8_tiles import inverse_of_bits, load_fours, size_of, store_part
+from megatron.core.fusions.kernels.precision import rounded_to
+from megatron.core.fusions.kernels.quantize import in_fours
+from megatron.core.fusions.kernels.quantize_blocks import LANE, in_format, inverses_of_blocks, scales_along, store_block_tile
 from megatron.core.fusions.kernels.swiglu_quantize import output_of, sigmoid_of
 
 FORWARD_TALL, FORWARD_WARPS = 16, 4  # rows and warps of a program
@@ -29,51 +25,50 @@ _OUTPUT, _GATE, _UP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what 
 
 @triton.jit
 def swiglu_quantize_blocks_forward(
-    x, out, inverse, rows, columns, stride, LARGEST: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr
+    x, out, inverse, rows, columns, stride, LARGEST: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
-    block = tl.program_id(1).to(tl.int64)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    value = output_of(x, x, row, column, rows, columns, stride, False)
-    factors = scale_of(amax_from(tl.max(magnitude(value), axis=1)), LARGEST)
-    tl.store(inverse + block * rows + row, 1.0 / factors, mask=row < rows)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(out + row[:, None] * columns + column[None, :], to_fp8(value * factors[:, None], LARGEST), mask=inside)
+    top, block = tl.program_id(0).to(tl.int64) * TALL, tl.program_id(1).to(tl.int64)
+    row, column = tl.arange(0, TALL), tl.arange(0, BLOCK)
+    left = (rows - top).to(tl.int32)
+    value = output_of(x + top * stride + block * BLOCK, x, row, column, left, BLOCK, stride, columns, False, WHOLE)
+    scales = scales_along(size_of(value), 1, LARGEST)
+    tl.store(inverse + block * rows + top + row, inverse_of_bits(scales), mask=row < left)
+    place, inside = row[:, None] * columns + column[None, :], (row < left)[:, None]
+    store_part(out + top * columns + block * BLOCK, in_format(value, scales, LARGEST), place, inside, WHOLE)
 
 
 @triton.jit
-def _row_of(
-    x, grad, up, place, grad_place, rows, columns, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PHASE: tl.constexpr, MADE: tl.constexpr
-):
-    """Row PHASE of each four of what is MADE, in x's dtype. x, grad: where that row of the first four is; up: how far behind x."""
-    inside = tile_inside(rows, columns, BLOCK, PHASE)
-    raw = load_row(x, place, inside, WHOLE)
-    gate = raw.to(tl.float32)
-    sigmoid = sigmoid_of(gate)
+def _made_of(gate, up, grad, MADE: tl.constexpr):
+    """What is MADE of one row of each four, in their dtype; of up and grad what it needs."""
+    wide = gate.to(tl.float32)
+    sigmoid = sigmoid_of(wide)
     if MADE == _OUTPUT:
-        value = gate * sigmoid * load_row(x + up, place, inside, WHOLE).to(tl.float32)
+        value = wide * sigmoid * up.to(tl.float32)
+    elif MADE == _UP:
+        value = grad.to(tl.float32) * (wide * sigmoid)
     else:
-        dy = load_row(grad, grad_place, inside, WHOLE).to(tl.float32)
-        if MADE == _UP:
-            value = dy * (gate * sigmoid)
-        else:
-            value = dy * load_row(x + up, place, inside, WHOLE).to(tl.float32) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    return value.to(raw.dtype)
+        value = grad.to(tl.float32) * up.to(tl.float32) * (sigmoid * (1.0 + wide * (1.0 - sigmoid)))
+    return rounded_to(value, gate.dtype)
 
 
 @triton.jit
 def _make(
-    x, grad, out_rows, out_columns, row_inverse, column_inverse, rows, columns, quads, stride, grad_stride, up, row_stride, column_stride,
+    x, grad, out_rows, out_columns, row_inverse, column_inverse, rows, columns, quads, stride, grad_stride, half, row_stride, column_stride,
     LARGEST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, MADE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of what is MADE; pointers to where it begins."""
-    place, grad_place = tile_places(stride, BLOCK), tile_places(grad_stride, BLOCK)
-    a = _row_of(x, grad, up, place, grad_place, rows, columns, BLOCK, WHOLE, 0, MADE)
-    b = _row_of(x + stride, grad + grad_stride, up, place, grad_place, rows, columns, BLOCK, WHOLE, 1, MADE)
-    c = _row_of(x + 2 * stride, grad + 2 * grad_stride, up, place, grad_place, rows, columns, BLOCK, WHOLE, 2, MADE)
-    d = _row_of(x + 3 * stride, grad + 3 * grad_stride, up, place, grad_place, rows, columns, BLOCK, WHOLE, 3, MADE)
-    quantize_fours_of_rows(
-        a, b, c, d, out_rows, out_columns, row_inverse, column_inverse, rows, columns, rows, quads, row_stride, column_stride,
+    """A tile of what is MADE; pointers to where it begins; half: how far behind the gate the other half of x is."""
+    gate = load_fours(x, rows, columns, stride, WHOLE, BLOCK // 4, BLOCK, LANE)
+    up, dy = gate, gate
+    if MADE != _UP:
+        up = load_fours(x + half, rows, columns, stride, WHOLE, BLOCK // 4, BLOCK, LANE)
+    if MADE != _OUTPUT:
+        dy = load_fours(grad, rows, columns, grad_stride, WHOLE, BLOCK // 4, BLOCK, LANE)
+    made = (
+        _made_of(gate[0], up[0], dy[0], MADE), _made_of(gate[1], up[1], dy[1], MADE),
+        _made_of(gate[2], up[2], dy[2], MADE), _made_of(gate[3], up[3], dy[3], MADE),
+    )  # fmt: skip
+    store_block_tile(
+        made, out_rows, out_columns, row_inverse, column_inverse, rows, columns, rows, quads, row_stride, column_stride,
         LARGEST, MADE != _OUTPUT, True, BLOCK, WHOLE,
     )  # fmt: skip
 
@@ -115,7 +110,17 @@ def forward(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     inverse = inverses_of_blocks(x, rows, columns // BLOCK)
     swiglu_quantize_blocks_forward[(triton.cdiv(rows, FORWARD_TALL), columns // BLOCK)](
-        x, out, inverse, rows, columns, x.stride(0), LARGEST=LARGEST[dtype], TALL=FORWARD_TALL, BLOCK=BLOCK, num_warps=FORWARD_WARPS
+        x,
+        out,
+        inverse,
+        rows,
+        columns,
+        x.stride(0),
+        LARGEST=LARGEST[dtype],
+        TALL=FORWARD_TALL,
+        BLOCK=BLOCK,
+        WHOLE=rows % FORWARD_TALL == 0,
+        num_warps=FORWARD_WARPS,
     )
     return out, inverse
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.grouped import room_for
-from megatron.core.fusions.kernels.quantize import amax_from, magnitude, to_fp8
+from megatron.core.fusions.kernels.fp8_tiles import amax_from, magnitude, to_fp8
 from megatron.core.fusions.kernels.quantize_groups import group_of_tile, lanes_for
 from megatron.core.fusions.kernels.swiglu_quantize import sigmoid_of
 
