@@ -8,12 +8,13 @@ Each has a torch path beside it, at the place that calls it, which is its plain 
     norm           fusions/fused_layer_norm.py            probe      nobody: does Triton work here at all?
     precision      other kernels: how numbers are rounded
     fp8_tiles      other kernels: what becomes of a number in FP8, and of a tile
-    quantize       fp8/quantize.py                        scaled_mm  fp8/gemm.py
+    quantize, quantize_blocks  fp8/quantize.py            scaled_mm  fp8/gemm.py
     mx_scales      fp8/mx_scales.py
     quantize_groups  fp8/grouped.py, fp8/grouped_blocks.py; the twin of blocks is fp8/quantize.py, group by group
     scaled_grouped_mm  fp8/grouped.py
     router         transformer/moe/routing.py
-    swiglu_quantize  fp8/swiglu_mlp.py, fp8/expert_mlp.py; its twin is what transformer/mlp.py does without it
+    swiglu_quantize, swiglu_quantize_blocks  fp8/swiglu_mlp.py; the first in fp8/expert_mlp.py too; their twin is what transformer/mlp.py
+                   does without them
     swiglu_quantize_groups  fp8/expert_mlp.py; its twin is what transformer/moe/experts.py does without it
 """
 
