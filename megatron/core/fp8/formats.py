@@ -10,7 +10,9 @@ _EXPONENT = 0x7F800000
 
 def scale_for(amax: torch.Tensor, largest: float | torch.Tensor) -> torch.Tensor:
     """amax fp32, any shape -> the largest power of two with scale * amax <= largest. inf gives 0: the tensor will be all NaN."""
-    room = largest / amax.clamp(min=SMALLEST_AMAX)
+    # a number divided by a tensor is, to torch, the number times the reciprocal, which of the largest amax is subnormal: digits are lost
+    top = largest if isinstance(largest, torch.Tensor) else torch.full_like(amax, largest)
+    room = top / amax.clamp(min=SMALLEST_AMAX)
     return (room.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 

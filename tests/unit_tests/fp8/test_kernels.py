@@ -32,6 +32,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from megatron.core.fusions.kernels import quantize as kernels
 from megatron.core.fusions.kernels import quantize_blocks as block_kernels
 from megatron.core.fusions.kernels import scaled_mm
+from tests.guarded_memory import guarded, surrounded
 
 ON_GPU = device.has_accelerator()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -116,6 +117,45 @@ def test_blocks(m: int, k: int, dtype: torch.dtype, seed: int, kind: str) -> Non
             assert inverse.stride(0) == 1, "cuBLAS reads the scales of all rows of a block at once"
 
 
+@pytest.mark.parametrize("sizes", [(144, 256), (131, 256), (128, 272), (128, 130)])  # whole in tiles one way, and not the other
+@pytest.mark.parametrize("kind", [TENSOR, ROW_BLOCKS, SQUARE_BLOCKS, MX_BLOCKS])
+def test_nothing_beyond_a_tensor_is_read_or_written(sizes: tuple[int, int], kind: str) -> None:
+    plain = values(*sizes, E4M3, 3)
+    x, amax, scale = surrounded(plain), torch.zeros(1, device=plain.device), scale_for(amax_of(plain).view(1), LARGEST[E4M3])
+    with guarded():
+        if kind == TENSOR:
+            found, _ = kernels.quantize_tensor(x, E4M3, scale, scale.reciprocal(), None, amax, True, True, NOTHING)
+        else:
+            found, inverses = block_kernels.quantize_blocks(x, E4M3, kind, True, True, NOTHING, NOTHING)
+    if kind == TENSOR:
+        expected = quantize_tensor_plain(plain, scale, E4M3)
+        assert torch.equal(amax, amax_of(plain).view(1))
+    else:
+        operands = [quantize_blocks_plain(y, E4M3, kind) for y in (plain, _filled_up(plain).contiguous())]
+        expected = operands[0].data, operands[1].data
+        assert all(inverse is not None and torch.equal(inverse, one.inverse) for inverse, one in zip(inverses, operands, strict=True))
+    assert same(found[0], expected[0]) and same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("sizes", [(13, 1024), (16, 1500), (1, 1), (5, 2048)])
+def test_the_largest_magnitude_is_of_the_tensor_alone(sizes: tuple[int, int]) -> None:
+    x = torch.ones(sizes, dtype=torch.bfloat16, device=device.current_device())
+    x[-1, -1] = -2.0
+    assert kernels.largest_magnitude(surrounded(x)).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("given_as", [torch.bfloat16, torch.float32])
+def test_scales_of_any_magnitude(dtype: torch.dtype, given_as: torch.dtype) -> None:
+    """Of every mantissa of bf16 about the formats' largest, of numbers at both ends of fp32, and of zeros."""
+    mantissas = 1.0 + torch.arange(128) / 128
+    amaxes = torch.stack([mantissas * 2.0**power for power in (-133, -126, -65, -64, -63, -1, 0, 8, 15, 126, 127)]).view(-1, 1)
+    x = torch.cat([amaxes, torch.zeros(5, 1)]).repeat(1, 16).to(given_as).to(device.current_device())
+    x[:, 3:] = 0.0
+    _, (inverse, _) = block_kernels.quantize_blocks(x, dtype, ROW_BLOCKS, True, False, NOTHING, NOTHING)
+    assert inverse is not None and torch.equal(inverse, quantize_blocks_plain(x, dtype, ROW_BLOCKS).inverse)
+
+
 def operand(rows: int, k: int, kind: str, dtype: torch.dtype, seed: int) -> Operand:
     x = values(rows, k, dtype, seed)
     if kind != TENSOR:
@@ -144,6 +184,27 @@ def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype
     torch.testing.assert_close(main_grad, expected + 3.0, rtol=1e-5, atol=atol)
     torch.testing.assert_close(gemm.product(a, b, out_dtype).float(), expected, rtol=tolerance, atol=atol)
     torch.testing.assert_close(gemm.product(a, b, out_dtype, out=there).float(), expected, rtol=tolerance, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes", "taken"),
+    [
+        ((TENSOR, TENSOR), (1, 16, 16), True),
+        ((TENSOR, TENSOR), (1, 16, 24), False),
+        ((ROW_BLOCKS, ROW_BLOCKS), (4, 16, 144), True),
+        ((ROW_BLOCKS, ROW_BLOCKS), (6, 16, 512), False),
+        ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 496), True),
+        ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 384), False),
+    ],
+)
+def test_what_cublas_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, str], sizes: tuple[int, int, int], taken: bool
+) -> None:
+    """It reads scales by fours: of 1 x 128 those of rows, of 128 x 128 those of blocks along k."""
+    monkeypatch.setattr(gemm, "cublas_works", lambda *_: True)
+    m, n, k = sizes
+    a, b = operand(m, k, kinds[0], E4M3, 1), operand(n, k, kinds[1], E4M3, 2)
+    assert gemm._cublas_takes(a, b, torch.bfloat16) is taken
 
 
 @pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter turns NaN into a number when it casts to FP8")

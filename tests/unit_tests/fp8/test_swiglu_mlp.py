@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 pytest.importorskip("triton", reason="Triton is not installed")
 from megatron.core.fusions import kernels
 from megatron.core.fusions.kernels import quantize_blocks, swiglu_quantize, swiglu_quantize_blocks
+from tests.guarded_memory import guarded, surrounded
 
 ON_GPU = device.has_accelerator()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -114,6 +115,43 @@ def test_what_is_too_large_becomes_the_largest() -> None:
             for place, wanted in ((column, expected[:, 1]), (column + 1024, expected[:, 2])):
                 assert torch.equal(grad_rows[:, place].float(), wanted) and torch.equal(grad_columns[place].float(), wanted)
     assert float(amax) == 256.0
+
+
+@pytest.mark.parametrize(("m", "n"), [(20, 512), (33, 128), (32, 144), (1, 16)])
+@pytest.mark.parametrize("known", [True, False])
+def test_nothing_beyond_the_tensors_is_read_or_written(m: int, n: int, known: bool) -> None:
+    """Tiles that are not whole give what those of tensors with zeros behind them give."""
+    generator = torch.Generator().manual_seed(m)
+    x, grad = (torch.randn(m, width, generator=generator).bfloat16().to(device.current_device()) for width in (2 * n, n))
+    tall, wide = -(-m // 32) * 32, -(-n // 512) * 512
+    halves = [F.pad(half, (0, wide - n, 0, tall - m)) for half in (*x.split(n, dim=1), grad)]
+    one, results = torch.ones(1, device=x.device), list[list[torch.Tensor]]()
+    inverse = one if known else None
+    for given, dy in ((surrounded(x), surrounded(grad)), (torch.cat(halves[:2], dim=1), halves[2])):
+        amax, amax_of_grad = torch.zeros_like(one), torch.zeros_like(one)
+        with guarded():
+            out = swiglu_quantize.forward(given, E4M3, inverse, amax)
+            again, rows, columns = swiglu_quantize.backward(given, dy, E4M3, one, E5M2, inverse, amax_of_grad)
+        width = dy.shape[1]
+        halves_of = [*rows.split(width, dim=1), *(() if columns is None else columns.split(width))]
+        results.append([amax[None], amax_of_grad[None], out, again, *halves_of])
+    for found, whole in zip(*results, strict=True):
+        assert torch.equal(found.float(), whole[: found.shape[0], : found.shape[1]].float())
+
+
+@pytest.mark.parametrize("m", [20, 130])
+def test_nothing_beyond_the_tensors_is_read_or_written_with_blocks(m: int) -> None:
+    generator = torch.Generator().manual_seed(m)
+    x, grad = (torch.randn(m, width, generator=generator).bfloat16().to(device.current_device()) for width in (256, 128))
+    results = list[list[torch.Tensor]]()
+    for given, dy in ((surrounded(x), surrounded(grad)), (F.pad(x, (0, 0, 0, -m % 128)), F.pad(grad, (0, 0, 0, -m % 128)))):
+        with guarded():
+            out, gradient = swiglu_quantize_blocks.backward(given, dy, E4M3, E5M2)
+            found = [*swiglu_quantize_blocks.forward(given, E4M3), out.data, out.inverse]
+        assert gradient.rows is not None and gradient.columns is not None
+        results.append([*found, *gradient.rows[:2], *gradient.columns[:2]])
+    for one, whole in zip(*results, strict=True):
+        assert torch.equal(one.float(), whole[: one.shape[0], : one.shape[1]].float())
 
 
 def test_blocks_that_are_not_whole_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
