@@ -228,6 +228,11 @@ def reachable_devices() -> frozenset[int]:
     return frozenset(other for other in range(count) if other != own and torch.cuda.can_device_access_peer(own, other))
 
 
+def card() -> str:
+    """The physical GPU of this process, whatever number it is seen by."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")

@@ -141,7 +141,7 @@ def exchange_of(kind: type[Kind], group: Any, tensor: torch.Tensor, nbytes: int)
 
 
 def _find(kind: type[Kind], group: dist.ProcessGroup, nbytes: int) -> Kind | None:
-    mine = (socket.gethostname(), device.current_device().index, device.reachable_devices())
+    mine = (socket.gethostname(), device.current_device().index, device.reachable_devices(), device.card())
     ranks: list[Any] = [None] * get_pg_size(group)
     dist.all_gather_object(ranks, mine, group=group)
     problem, found = _obstacle(ranks), None
@@ -175,14 +175,14 @@ def _on_all(group: dist.ProcessGroup, make: Callable[[], Made]) -> Made:
     return made
 
 
-def _obstacle(ranks: list[tuple[str, int, frozenset[int]]]) -> str | None:
-    """Why the ranks, each given by host, device and the devices that it reaches, cannot share memory; None if they can."""
-    hosts, devices = {host for host, _, _ in ranks}, {index for _, index, _ in ranks}
+def _obstacle(ranks: list[tuple[str, int, frozenset[int], str]]) -> str | None:
+    """Why the ranks, each given by host, device, the devices that it reaches and its card, cannot share memory; None if they can."""
+    hosts, devices = {host for host, _, _, _ in ranks}, {index for _, index, _, _ in ranks}
     if len(hosts) > 1:
         return f"the ranks are on {len(hosts)} hosts"
-    if len(devices) < len(ranks) and not device.gpus_are_shared():
+    if len(devices) < len({card for _, _, _, card in ranks}):
         return "ranks see their devices by the same number; let each see all devices of the host"
-    for _, index, reached in ranks:
+    for _, index, reached, _ in ranks:
         if not devices - {index} <= reached:
             return f"device {index} reaches only devices {sorted(reached)} of the host"
     return None
