@@ -156,13 +156,19 @@ def size_of_fours(fours):
 
 
 @triton.jit
+def largest_size(size, AXIS: tl.constexpr):
+    """Along an axis, or (None) of all that size_of was taken of: as the bits of fp32."""
+    largest = tl.max(size, axis=AXIS)
+    if size.dtype == tl.int16:
+        return largest.to(tl.int32) << 16
+    else:
+        return largest
+
+
+@triton.jit
 def amax_of_sizes(size):
     """The largest number, fp32, of those that size_of was taken of; inf where one is not finite."""
-    largest = tl.max(size)
-    if size.dtype == tl.int16:
-        return amax_from(largest.to(tl.int32) << 16)
-    else:
-        return amax_from(largest)
+    return amax_from(largest_size(size, None))
 
 
 @triton.jit

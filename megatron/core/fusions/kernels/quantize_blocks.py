@@ -15,33 +15,29 @@ import triton.language as tl
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.quantize import BLOCK, MX_BLOCK, SQUARE_BLOCKS, WIDTHS, padded
 from megatron.core.fusions.kernels.fp8_tiles import (
-    amax_from,
+    amax_of_sizes,
     inverse_of_bits,
+    largest_size,
     load_fours,
-    magnitude,
     rounded,
     scale_bits,
     scale_of,
     size_of,
     size_of_fours,
     store_fours,
+    store_quantized,
     store_turned,
 )
-from megatron.core.fusions.kernels.quantize import Data, in_fours, outputs_for, quantize_tile, some_of
+from megatron.core.fusions.kernels.quantize import REGISTERS, Data, in_fours, outputs_for, some_of
 
-# of a program that has a tile of this width; with 80 registers a multiprocessor holds three of 8 warps
-LAUNCH: dict[int, dict[str, Any]] = {BLOCK: {"num_warps": 8, "maxnreg": 80}, MX_BLOCK: {"num_warps": 1}}
+LAUNCH: dict[int, dict[str, Any]] = {BLOCK: {"num_warps": 8, "maxnreg": REGISTERS}, MX_BLOCK: {"num_warps": 1}}  # for a tile of this width
 LANE = tl.constexpr(4)  # so a warp has a whole row of a tile of 128, whose largest is found by one instruction
 
 
 @triton.jit
 def scales_along(size, AXIS: tl.constexpr, LARGEST: tl.constexpr):
     """The scale of each block that runs along the axis, as bits."""
-    if size.dtype == tl.int16:
-        bits = tl.max(size, axis=AXIS).to(tl.int32) << 16
-    else:
-        bits = tl.max(size, axis=AXIS)
-    return scale_bits(bits, LARGEST)
+    return scale_bits(largest_size(size, AXIS), LARGEST)
 
 
 @triton.jit
@@ -100,21 +96,20 @@ def quantize_square_blocks(
     x, out_rows, out_columns, row_inverse, column_inverse, m, k, quads, stride,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """x [m, k] -> as quantize_row_blocks, with one scale for a tile: row_inverse [tiles down, across], column_inverse transposed."""
     down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = down * BLOCK + tl.arange(0, BLOCK)
-    column = across * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + row[:, None] * stride + column[None, :], mask=(row < m)[:, None] & (column < k)[None, :], other=0.0)
-    factor = scale_of(amax_from(tl.max(tl.max(magnitude(value.to(tl.float32)), axis=1), axis=0)), LARGEST)
+    row, column = down * BLOCK, across * BLOCK
+    rows, columns, left = (m - row).to(tl.int32), (k - column).to(tl.int32), (quads - down * (BLOCK // 4)).to(tl.int32)
+    fours = load_fours(x + row * stride + column, rows, columns, stride, False, BLOCK // 4, BLOCK)
+    amax = amax_of_sizes(size_of_fours(fours))
+    factor = scale_of(amax, LARGEST)
     if ROWS:
         tl.store(row_inverse + down * tl.num_programs(1) + across, 1.0 / factor)
     if COLUMNS:
         tl.store(column_inverse + across * tl.num_programs(0) + down, 1.0 / factor)
-    top, left = down * BLOCK, across * BLOCK
-    # x comes out of the cache
-    quantize_tile(
-        x + top * stride + left, factor, x, out_rows + top * k + left, out_columns + left * quads + top // 4,
-        (m - top).to(tl.int32), (k - left).to(tl.int32), stride, k, (quads - top // 4).to(tl.int32), quads,
-        LARGEST, True, False, ROWS, COLUMNS, False, BLOCK // 4, BLOCK,
+    store_quantized(
+        out_rows + row * k + column, out_columns + column * quads + down * (BLOCK // 4), fours, factor, amax, rows, columns, k, left, quads,
+        LARGEST, True, ROWS, COLUMNS, False, BLOCK // 4, BLOCK,
     )  # fmt: skip
 
 

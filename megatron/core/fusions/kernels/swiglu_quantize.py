@@ -81,7 +81,7 @@ def swiglu_quantize_forward(
 
 
 @triton.jit
-def _gradients(gate, up, dy):
+def gradients_of(gate, up, dy):
     """(SwiGLU once more, to the bit; gradient of the gate; of the other half), rounded as those are."""
     dtype: tl.constexpr = gate.dtype
     gate, up, dy = gate.to(tl.float32), up.to(tl.float32), dy.to(tl.float32)
@@ -104,10 +104,10 @@ def swiglu_quantize_backward(
     gate = load_fours(x, height, width, stride, WHOLE, QUADS, WIDE)
     up = load_fours(x + columns, height, width, stride, WHOLE, QUADS, WIDE)
     dy = load_fours(grad + top * grad_stride + left, height, width, grad_stride, WHOLE, QUADS, WIDE)
-    out_a, gate_a, up_a = _gradients(gate[0], up[0], dy[0])
-    out_b, gate_b, up_b = _gradients(gate[1], up[1], dy[1])
-    out_c, gate_c, up_c = _gradients(gate[2], up[2], dy[2])
-    out_d, gate_d, up_d = _gradients(gate[3], up[3], dy[3])
+    out_a, gate_a, up_a = gradients_of(gate[0], up[0], dy[0])
+    out_b, gate_b, up_b = gradients_of(gate[1], up[1], dy[1])
+    out_c, gate_c, up_c = gradients_of(gate[2], up[2], dy[2])
+    out_d, gate_d, up_d = gradients_of(gate[3], up[3], dy[3])
     out, of_gate, of_up = (out_a, out_b, out_c, out_d), (gate_a, gate_b, gate_c, gate_d), (up_a, up_b, up_c, up_d)
     largest_out, largest = amax_of_sizes(size_of_fours(out)), 0.0
     if RECORD or QUANTIZE:

@@ -13,10 +13,9 @@ import triton.language as tl
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.quantize import BLOCK, ROW_BLOCKS, Operand, Quantized, padded
 from megatron.core.fusions.kernels.fp8_tiles import inverse_of_bits, load_fours, size_of, store_part
-from megatron.core.fusions.kernels.precision import rounded_to
 from megatron.core.fusions.kernels.quantize import in_fours
 from megatron.core.fusions.kernels.quantize_blocks import LANE, in_format, inverses_of_blocks, scales_along, store_block_tile
-from megatron.core.fusions.kernels.swiglu_quantize import output_of, sigmoid_of
+from megatron.core.fusions.kernels.swiglu_quantize import gradients_of, output_of
 
 FORWARD_TALL, FORWARD_WARPS = 16, 4  # rows and warps of a program
 BACKWARD_LAUNCH = {"num_warps": 8, "maxnreg": 128}  # with fewer registers it spills
@@ -39,16 +38,14 @@ def swiglu_quantize_blocks_forward(
 
 @triton.jit
 def _made_of(gate, up, grad, MADE: tl.constexpr):
-    """What is MADE of one row of each four, in their dtype; of up and grad what it needs."""
-    wide = gate.to(tl.float32)
-    sigmoid = sigmoid_of(wide)
+    """What is MADE of one row of each four; of up and grad what it needs."""
+    out, of_gate, of_up = gradients_of(gate, up, grad)
     if MADE == _OUTPUT:
-        value = wide * sigmoid * up.to(tl.float32)
+        return out
     elif MADE == _UP:
-        value = grad.to(tl.float32) * (wide * sigmoid)
+        return of_up
     else:
-        value = grad.to(tl.float32) * up.to(tl.float32) * (sigmoid * (1.0 + wide * (1.0 - sigmoid)))
-    return rounded_to(value, gate.dtype)
+        return of_gate
 
 
 @triton.jit
