@@ -81,7 +81,7 @@ def _accumulate(label: str, left: Operand, right: Operand, out: torch.Tensor, fl
 
     attempt(f"{label}, fp32 and add", lambda: out.add_(gemm._cublas(left, right, torch.float32)), flops)
     attempt(f"{label}, bf16 and add", lambda: out.add_(gemm._cublas(left, right, torch.bfloat16)), flops)
-    attempt(f"{label}, cuBLASLt adds", partial(cublaslt.add_product, out, left, right), flops)
+    attempt(f"{label}, cuBLASLt adds", partial(cublaslt.write_product, out, left, right, add=True), flops)
     attempt(f"{label}, Triton adds", lambda: scaled_mm.product(left, right, torch.float32, out, add=True), flops)
 
 
@@ -200,8 +200,8 @@ def main() -> None:
     check_there_are_gpus(parser, 1)
     for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
         for out_dtype in (torch.bfloat16, torch.float32):
-            print(f"torch multiplies {kinds} to {out_dtype}: {gemm.cublas_works(*kinds, out_dtype)}", flush=True)
-    print(f"cuBLASLt adds to fp32: {[(kind, cublaslt.works(kind)) for kind in (TENSOR, ROW_BLOCKS)]}", flush=True)
+            works = gemm.cublas_works(*kinds, out_dtype), cublaslt.works(*kinds, out_dtype)
+            print(f"{kinds} to {out_dtype}: by torch {works[0]}, by cuBLASLt itself {works[1]}", flush=True)
     for dtype in (E4M3, E5M2):
         print(f"torch multiplies groups in {dtype} and {E4M3}: {grouped.grouped_product_works(dtype, E4M3)}", flush=True)
     if part in ("experts", "all"):

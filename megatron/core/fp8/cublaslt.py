@@ -1,29 +1,33 @@
-"""FP8 products that add to an fp32 matrix, by cuBLASLt's own interface: torch._scaled_mm can only overwrite.
+"""FP8 products by cuBLASLt's own interface. They can add to an fp32 matrix, as torch._scaled_mm cannot, and they cost the host little: the
+library's descriptions of a product and its choice of a kernel are kept, by sizes; torch makes and asks for both at each product.
 
 The library is the one that torch has loaded. Numbers below are those of cublasLt.h; the interface is stable within CUDA 12 and 13. Plain
-twin: product, then sum.
+twin: gemm.product_plain, then the sum.
 """
 
 import ctypes
 import logging
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core import device
 from megatron.core.fp8.formats import E4M3, E5M2
-from megatron.core.fp8.quantize import ROW_BLOCKS, TENSOR, Operand, quantized_rows
+from megatron.core.fp8.quantize import ROW_BLOCKS, SQUARE_BLOCKS, TENSOR, Operand
+from megatron.core.fp8.trials import difference, trial
 
 logger = logging.getLogger(__name__)
-WORKSPACE = 32 << 20  # bytes
+WORKSPACE = 32 << 20  # bytes, of each stream
 _R_32F, _COMPUTE_32F = 0, 68
 _TYPES = {E4M3: 28, E5M2: 29}
+_OUTPUTS = {torch.float32: _R_32F, torch.float16: 2, torch.bfloat16: 14}
 _TRANSA, _A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 3, 17, 18, 31, 32  # attributes of a product
-_SCALE_MODES = {TENSOR: 0, ROW_BLOCKS: 4}
-_MAX_WORKSPACE = 1  # attribute of a preference
+_SCALE_MODES = {TENSOR: 0, ROW_BLOCKS: 4, SQUARE_BLOCKS: 5}
+_MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a preference, the latter of a, b, what is added to, and the result
 _TRANSPOSED = 1
+_ALIGNED = 256  # bytes: what the library takes for granted of the matrices unless it is told
 
 
 class _Choice(ctypes.Structure):
@@ -38,33 +42,44 @@ class _Choice(ctypes.Structure):
     )
 
 
-class _Product:
-    """Of [m, k] and [n, k] in given formats with scales of a kind: the library's descriptions, and its choice of a kernel."""
+class _Side(NamedTuple):
+    """What the choice of a kernel depends on, of an operand but for its sizes."""
 
-    def __init__(self, m: int, n: int, k: int, left: torch.dtype, right: torch.dtype, kind: str) -> None:
-        self.library, self.handle = library, handle = _library()
+    dtype: torch.dtype
+    kind: str
+
+
+class _Product:
+    """Of [m, k] and [n, k] in given formats with scales of given kinds: the library's descriptions, and its choice of a kernel."""
+
+    def __init__(
+        self, library: Any, handle: c_void_p, m: int, n: int, k: int, left: _Side, right: _Side, out_dtype: torch.dtype, alignment: int
+    ) -> None:
+        self.library, self.handle = library, handle
         # the library's matrices are column-major: out^T [n, m] = b a^T, with b as [k, n] to be transposed
         self.operation, preference = c_void_p(), c_void_p()
         self.a, self.b, self.out = c_void_p(), c_void_p(), c_void_p()
         _check(library.cublasLtMatmulDescCreate(byref(self.operation), c_int(_COMPUTE_32F), c_int(_R_32F)))
-        transposed = c_int32(_TRANSPOSED)
-        self._set(_TRANSA, transposed)
-        if kind != TENSOR:  # the default, and all that older libraries know
-            for attribute in (_A_SCALE_MODE, _B_SCALE_MODE):
-                self._set(attribute, c_int32(_SCALE_MODES[kind]))
+        self._set(_TRANSA, c_int32(_TRANSPOSED))
+        for attribute, side in ((_A_SCALE_MODE, right), (_B_SCALE_MODE, left)):
+            if side.kind != TENSOR:  # the default, and all that older libraries know
+                self._set(attribute, c_int32(_SCALE_MODES[side.kind]))
         for place, data_type, rows, columns in (
-            (self.a, _TYPES[right], k, n),
-            (self.b, _TYPES[left], k, m),
-            (self.out, _R_32F, n, m),
+            (self.a, _TYPES[right.dtype], k, n),
+            (self.b, _TYPES[left.dtype], k, m),
+            (self.out, _OUTPUTS[out_dtype], n, m),
         ):
             created = library.cublasLtMatrixLayoutCreate(byref(place), c_int(data_type), c_uint64(rows), c_uint64(columns), c_int64(rows))
             _check(created)
         _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
-        size = c_uint64(WORKSPACE)
-        _check(library.cublasLtMatmulPreferenceSetAttribute(preference, c_int(_MAX_WORKSPACE), byref(size), c_size_t(8)))
+        wishes = (_MAX_WORKSPACE, c_uint64(WORKSPACE)), *((attribute, c_uint32(alignment)) for attribute in _ALIGNMENTS)
+        for attribute, value in wishes:
+            size = c_size_t(ctypes.sizeof(value))
+            _check(library.cublasLtMatmulPreferenceSetAttribute(preference, c_int(attribute), byref(value), size))
         self.choice, found = _Choice(), c_int(0)
-        self._set(_A_SCALE, c_void_p(_workspace().data_ptr()))  # any: that there are scales decides which kernels are considered
-        self._set(_B_SCALE, c_void_p(_workspace().data_ptr()))
+        somewhere = c_void_p(_workspace(device.stream_handle()).data_ptr())
+        for attribute in (_A_SCALE, _B_SCALE):  # that there are scales decides which kernels are considered
+            self._set(attribute, somewhere)
         _check(
             library.cublasLtMatmulAlgoGetHeuristic(
                 handle, self.operation, self.a, self.b, self.out, self.out, preference, c_int(1), byref(self.choice), byref(found)
@@ -78,16 +93,15 @@ class _Product:
         size = c_size_t(ctypes.sizeof(value))
         _check(self.library.cublasLtMatmulDescSetAttribute(self.operation, c_int(attribute), byref(value), size))
 
-    def add(self, out: torch.Tensor, left: Operand, right: Operand) -> None:
+    def write(self, out: torch.Tensor, left: Operand, right: Operand, add: bool) -> None:
         self._set(_A_SCALE, c_void_p(right.inverse.data_ptr()))
         self._set(_B_SCALE, c_void_p(left.inverse.data_ptr()))
-        one, workspace = c_float(1.0), _workspace()
-        place = c_void_p(out.data_ptr())
+        stream = device.stream_handle()
+        a, b, place = (c_void_p(tensor.data_ptr()) for tensor in (right.data, left.data, out))
         _check(
             self.library.cublasLtMatmul(
-                self.handle, self.operation, byref(one), c_void_p(right.data.data_ptr()), self.a, c_void_p(left.data.data_ptr()), self.b,
-                byref(one), place, self.out, place, self.out, byref(self.choice), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
-                c_void_p(device.stream_handle()),
+                self.handle, self.operation, _ONE, a, self.a, b, self.b, _ONE if add else _ZERO, place, self.out, place, self.out,
+                byref(self.choice), c_void_p(_workspace(stream).data_ptr()), c_size_t(WORKSPACE), c_void_p(stream),
             )
         )  # fmt: skip
 
@@ -97,53 +111,60 @@ class _Product:
             self.library.cublasLtMatrixLayoutDestroy(layout)
 
 
+_ONE, _ZERO = byref(c_float(1.0)), byref(c_float(0.0))
+
+
 def _check(status: int) -> None:
     if status:
         raise RuntimeError(f"cuBLASLt: status {status}")
 
 
 @cache
-def _workspace() -> torch.Tensor:
-    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device.current_device())
+def _workspace(stream: int) -> torch.Tensor:
+    """A stream's own: kernels of two streams may run at the same time."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device.current_device())
 
 
 @cache
 def _library() -> tuple[Any, c_void_p]:
     """(the library, its handle). Raises OSError where it is not there."""
-    library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    # its calls are short: Python's lock is kept, not handed to another thread each time
+    library = ctypes.PyDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
     handle = c_void_p()
     _check(library.cublasLtCreate(byref(handle)))
     return library, handle
 
 
-@lru_cache(maxsize=256)
-def _product(m: int, n: int, k: int, left: torch.dtype, right: torch.dtype, kind: str) -> _Product:
-    return _Product(m, n, k, left, right, kind)
+@lru_cache(maxsize=4096)  # experts have any number of blocks of rows
+def _product(m: int, n: int, k: int, left: _Side, right: _Side, out_dtype: torch.dtype, alignment: int) -> _Product:
+    return _Product(*_library(), m, n, k, left, right, out_dtype, alignment)
 
 
-def add_product(out: torch.Tensor, a: Operand, b: Operand) -> None:
-    """out [m, n] += a [m, k] times b [n, k] transposed; out fp32 and contiguous, k and n multiples of 16, both with one scale each or
-    both with a scale for 1 x 128."""
-    assert a.kind == b.kind and a.kind in _SCALE_MODES and out.is_contiguous() and out.dtype is torch.float32
-    _product(*out.shape, a.data.shape[1], a.data.dtype, b.data.dtype, a.kind).add(out, a, b)
+def write_product(out: torch.Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+    """out [m, n] = or, of fp32 to `add`, += a [m, k] times b [n, k] transposed: sizes and kinds of scales as gemm says, all contiguous."""
+    assert out.is_contiguous() and (out.dtype is torch.float32 or not add)
+    places = out.data_ptr() | a.data.data_ptr() | b.data.data_ptr()
+    alignment = min(places & -places, _ALIGNED)  # the largest power of two that all are multiples of
+    sides = _Side(a.data.dtype, a.kind), _Side(b.data.dtype, b.kind)
+    _product(*out.shape, a.data.shape[1], *sides, out.dtype, alignment).write(out, a, b, add)
 
 
 @cache
-def works(kind: str) -> bool:
+def works(kind_a: str, kind_b: str, out_dtype: torch.dtype) -> bool:
     """Whether the library does it here, and rightly: found out once, said once where it does not. Of 1 x 32 it is not asked."""
-    if kind not in _SCALE_MODES:
+    if not {kind_a, kind_b} <= _SCALE_MODES.keys() or out_dtype not in _OUTPUTS:
         return False
     try:
-        generator = torch.Generator("cpu").manual_seed(2)
-        x, y = (torch.randn(256, 656, generator=generator).to(device.current_device(), torch.bfloat16) for _ in range(2))
-        a, b = (quantized_rows(values, dtype, kind) for values, dtype in ((x, E5M2), (y, E4M3)))
-        out = torch.full((256, 256), 3.0, device=x.device)
-        add_product(out, a, b)
-        expected = a.value() @ b.value().t() + 3.0
-        error = float((out - expected).abs().max() / expected.abs().max())
-        reason = "" if error < 1e-2 else f"results differ by {error:.3g} of the largest"
+        a, b = trial(kind_a, kind_b)
+        out = torch.full((len(a.data), len(b.data)), torch.nan, dtype=out_dtype, device=a.data.device)
+        write_product(out, a, b, add=False)
+        reason = difference(out, a, b)
+        if out_dtype is torch.float32 and not reason:
+            write_product(out, a, b, add=True)
+            reason = difference(out / 2, a, b) and "it does not add"
     except (OSError, RuntimeError, AttributeError) as failure:
         reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
     if reason:
-        logger.warning("cuBLASLt does not add FP8 products with scales %s to fp32 (%s): product and sum are apart, slower", kind, reason)
+        kinds = f"{kind_a} times {kind_b} in {out_dtype}"
+        logger.warning("cuBLASLt does not do FP8 products with scales %s (%s): others do, more slowly, and sums apart", kinds, reason)
     return not reason

@@ -10,8 +10,9 @@ import torch
 
 from megatron.core import device
 from megatron.core.fp8.formats import E4M3, E5M2
-from megatron.core.fp8.gemm import MX_SIZES, difference, mx_trials, product, write_product
+from megatron.core.fp8.gemm import product, write_product
 from megatron.core.fp8.quantize import MX_BLOCKS, Operand, Quantized, padded, quantize_blocks, quantize_blocks_plain
+from megatron.core.fp8.trials import MX_SIZES, difference, mx_trials
 
 SIZES = (*MX_SIZES, (72, 48, 80), (136, 272, 80))  # with half a block too: Triton multiplies those, in tiles of two sizes
 

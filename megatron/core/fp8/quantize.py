@@ -124,6 +124,8 @@ def quantize_blocks(
     x: torch.Tensor, dtype: torch.dtype, kind: str, *, rows: bool = True, columns: bool = True, into: Quantized | None = None
 ) -> Quantized:
     """x [m, k] with a scale for each block; `columns` has blocks of its own along m, but for square ones, which are the same."""
+    if not (rows or columns):
+        return Quantized(None, None)
     if kernels_run_on(x):
         from megatron.core.fusions.kernels import quantize_blocks as kernels
 

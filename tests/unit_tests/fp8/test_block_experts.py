@@ -73,7 +73,7 @@ def each(x: torch.Tensor, sizes: list[int], dtype: torch.dtype) -> list[Quantize
 @settings(max_examples=10, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=4), st.integers(1, 17), FORMATS, st.integers(0, 10**6), st.booleans())
 def test_one_kernel_quantizes_what_each_expert_would(sizes: list[int], units: int, dtype: torch.dtype, seed: int, strided: bool) -> None:
-    """And as cuBLAS takes it: scales of rows next to each other, without gaps, of a multiple of four rows, at a multiple of 16 bytes."""
+    """And as cuBLAS takes it: scales of rows next to each other, without gaps, of whole blocks of rows, at a multiple of 16 bytes."""
     sizes, k = sizes if sum(sizes) else [0, 1, 0], 16 * units
     x = values(sum(sizes), 2 * k if strided else k, dtype=dtype, seed=seed)[:, :k]
     found = grouped_blocks.quantize_row_blocks(x, counts_of(sizes), dtype, rows=True, columns=True)
@@ -84,7 +84,7 @@ def test_one_kernel_quantizes_what_each_expert_would(sizes: list[int], units: in
             assert part.data.data_ptr() % 16 == 0 == part.inverse.data_ptr() % 16
         (rows, columns), blocks = made, -(-size // BLOCK)
         assert rows is not None and columns is not None and alone.rows is not None and alone.columns is not None
-        assert rows.data.shape == (padded(size), k) and rows.inverse.shape == (padded(size), -(-k // BLOCK))
+        assert rows.data.shape == (blocks * BLOCK, k) and rows.inverse.shape == (blocks * BLOCK, -(-k // BLOCK))
         assert same(rows.data[:size], alone.rows.data) and torch.equal(rows.inverse[:size], alone.rows.inverse)
         assert columns.data.shape == (k, blocks * BLOCK) and torch.equal(columns.inverse, alone.columns.inverse)
         assert same(columns.data[:, : padded(size)].contiguous(), alone.columns.data), "no block crosses experts"
@@ -99,14 +99,14 @@ def test_one_kernel_quantizes_what_each_expert_would(sizes: list[int], units: in
 @settings(max_examples=20, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=6), FORMATS, st.integers(0, 10**6))
 def test_rows_beyond_an_experts_own_leave_no_trace(sizes: list[int], dtype: torch.dtype, seed: int) -> None:
-    """An operand may have up to 15 more, of whatever is there: NaN here."""
+    """An operand may have up to 127 more, of whatever is there: NaN here."""
     k, m = 48, 144
     parts = [quantize_blocks(values(size, k, dtype=dtype, seed=seed + number), dtype, ROW_BLOCKS).rows for number, size in enumerate(sizes)]
     matrices = [quantize_blocks(values(m, k, dtype=E4M3, seed=number), E4M3, SQUARE_BLOCKS).rows for number in range(len(sizes))]
     rows = []
     for part, size in zip(parts, sizes, strict=True):
         assert part is not None
-        more = padded(size) - size
+        more = -size % BLOCK
         data = torch.cat([part.data.float(), torch.full((more, k), torch.nan, device=part.data.device)]).to(dtype)
         inverse = torch.cat([part.inverse, torch.ones(more, 1, device=data.device)])
         rows.append(Operand(data, inverse.t().contiguous().t(), ROW_BLOCKS))

@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 SIZES = st.integers(1, 300)
 FORMATS = st.sampled_from([E4M3, E5M2])
 NOTHING = (None, None)
+KINDS = [(TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)]
 
 
 def values(m: int, k: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -166,7 +167,7 @@ def operand(rows: int, k: int, kind: str, dtype: torch.dtype, seed: int) -> Oper
     return Operand(data, scale.reciprocal(), TENSOR)
 
 
-@pytest.mark.parametrize("kinds", [(TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)])
+@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("sizes", [(1, 16, 16), (130, 272, 144), (132, 144, 656), (256, 512, 384)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype: torch.dtype) -> None:
@@ -197,14 +198,11 @@ def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype
         ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 384), False),
     ],
 )
-def test_what_cublas_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, str], sizes: tuple[int, int, int], taken: bool
-) -> None:
+def test_what_cublas_is_asked_for(kinds: tuple[str, str], sizes: tuple[int, int, int], taken: bool) -> None:
     """It reads scales by fours: of 1 x 128 those of rows, of 128 x 128 those of blocks along k."""
-    monkeypatch.setattr(gemm, "cublas_works", lambda *_: True)
     m, n, k = sizes
     a, b = operand(m, k, kinds[0], E4M3, 1), operand(n, k, kinds[1], E4M3, 2)
-    assert gemm._cublas_takes(a, b, torch.bfloat16) is taken
+    assert gemm._cublas_takes(a, b) is taken
 
 
 @pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter turns NaN into a number when it casts to FP8")
@@ -225,7 +223,7 @@ def test_what_is_not_finite_becomes_nan() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="there is cuBLAS on a GPU alone")
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kinds", [(TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)])
+@pytest.mark.parametrize("kinds", KINDS)
 def test_cublas_takes(kinds: tuple[str, str], out_dtype: torch.dtype) -> None:
     if kinds != (TENSOR, TENSOR) and device.compute_capability() != (9, 0):
         pytest.skip("blocks of 128 are Hopper's")
@@ -233,9 +231,31 @@ def test_cublas_takes(kinds: tuple[str, str], out_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="there is cuBLASLt on a GPU alone")
-@pytest.mark.parametrize("kind", [TENSOR, ROW_BLOCKS])
-def test_cublaslt_adds(kind: str) -> None:
-    assert cublaslt.works(kind)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_cublaslt_is_torchs_product(kinds: tuple[str, str], out_dtype: torch.dtype) -> None:
+    """Of many sizes, which have kernels of their own, where matrices begin at 16 bytes and at 256; the same by a second stream."""
+    if kinds != (TENSOR, TENSOR) and device.compute_capability() != (9, 0):
+        pytest.skip("blocks of 128 are Hopper's")
+    assert cublaslt.works(*kinds, out_dtype)
+    for m, n, k in ((4, 16, 512), (128, 272, 512), (1152, 528, 1024), (384, 2048, 4096), (256, 144, 16 if kinds[1] == TENSOR else 4096)):
+        a, b = operand(m, k, kinds[0], E5M2, 1), operand(n, k, kinds[1], E4M3, 2)
+        for beside in (0, 16):  # bytes that a and the result begin behind
+            moved = a.data.new_empty(m * k + beside)[beside:].view(m, k)
+            moved.copy_(a.data)
+            a = a._replace(data=moved)
+            expected, room = gemm._cublas(a, b, out_dtype), torch.full((m * n + beside,), 3.0, dtype=out_dtype, device=moved.device)
+            found = room[beside:].view(m, n)
+            cublaslt.write_product(found, a, b, add=False)
+            close = partial(torch.testing.assert_close, rtol=2.0**-7, atol=1e-3 * float(expected.float().abs().max()))
+            close(found, expected)
+            assert bool((room[:beside] == 3.0).all())
+            if out_dtype is torch.float32:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                    cublaslt.write_product(found, a, b, add=True)
+                torch.cuda.synchronize()
+                close(found, 2 * expected)
 
 
 def test_a_result_over_an_earlier_one() -> None:

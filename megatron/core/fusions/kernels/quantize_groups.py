@@ -11,7 +11,6 @@ import triton.language as tl
 from megatron.core.fp8.formats import LARGEST
 from megatron.core.fp8.grouped import room_for
 from megatron.core.fp8.quantize import BLOCK
-from megatron.core.fp8.settings import ALIGNMENT
 from megatron.core.fusions.kernels.fp8_tiles import load_fours
 from megatron.core.fusions.kernels.quantize import REGISTERS, factor_of, in_fours, quantize_tile
 from megatron.core.fusions.kernels.quantize_blocks import LANE, LAUNCH, store_block_tile
@@ -99,14 +98,15 @@ def quantize_groups_row_blocks(
     LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile, across = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, first, rows, filled_first, filled, within = group_of_tile(counts, groups, tile, GROUPS, BLOCK)
+    _, first, rows, _, _, within = group_of_tile(counts, groups, tile, GROUPS, BLOCK)
     first, row, column = first.to(tl.int64), within.to(tl.int64) * BLOCK, across * BLOCK
-    block, quads = (tile - within).to(tl.int64), tl.cdiv(rows, BLOCK) * (BLOCK // 4)
+    block, filled = (tile - within).to(tl.int64), tl.cdiv(rows, BLOCK) * BLOCK
+    quads = filled // 4
     rows, columns = rows - within * BLOCK, (k - column).to(tl.int32)
     store_block_tile(
         load_fours(x + (first + row) * stride + column, rows, columns, stride, False, BLOCK // 4, BLOCK, LANE),
         out_rows + (first + row) * k + column, out_columns + block * (BLOCK // 4) * k + column * quads + within * (BLOCK // 4),
-        row_inverse + filled_first.to(tl.int64) * tl.num_programs(1) + across * filled + row,
+        row_inverse + block * BLOCK * tl.num_programs(1) + across * filled + row,
         column_inverse + tile.to(tl.int64) * k + column,
         rows, columns, filled - within * BLOCK, quads - within * (BLOCK // 4), k, quads, LARGEST, ROWS, COLUMNS, BLOCK, False,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def quantize_row_blocks(
 ) -> tuple[Pair | None, Pair | None]:
     """x [n, k], n > 0, counts int [groups] -> (rows, columns), each FP8 with its inverse scales, fp32, or None.
 
-    rows: [n + 15, k], the last 15 of them empty; scales, flat, of each group [blocks, its rows filled up to a multiple of 16].
+    rows: [n + 127, k], the last 127 of them empty; scales, flat, of each group [blocks, its rows filled up to whole blocks].
     columns, flat: of each group [k, its rows filled up with zeros to whole blocks]; scales [blocks of all groups, k].
     """
     assert rows or columns
@@ -126,7 +126,7 @@ def quantize_row_blocks(
     down, across = n // BLOCK + groups, triton.cdiv(k, BLOCK)  # blocks along the rows, at most
     of_rows = of_columns = None
     if rows:
-        of_rows = x.new_empty(n + ALIGNMENT - 1, k, dtype=dtype), x.new_empty(across * room_for(n, groups), dtype=torch.float32)
+        of_rows = x.new_empty(n + BLOCK - 1, k, dtype=dtype), x.new_empty(across * down * BLOCK, dtype=torch.float32)
     if columns:
         of_columns = x.new_empty(down * BLOCK * k, dtype=dtype), x.new_empty(down, k, dtype=torch.float32)
     some = of_rows or of_columns
