@@ -120,7 +120,7 @@ def quantize_tensor(
     inverse = torch.empty(1, dtype=torch.float32, device=x.device) if inverse is None else inverse
     tall, wide, warps = TILE
     quantize_one_scale[(triton.cdiv(padded(m), tall), triton.cdiv(k, wide))](
-        x, given, given if amax is None else amax, *some_of(out_rows, in_fours(out_columns)), inverse, m, k, padded(m) // 4, x.stride(0),
+        x, given, given if amax is None else amax, *some_of(out_rows, in_fours(out_columns), x), inverse, m, k, padded(m) // 4, x.stride(0),
         LARGEST=LARGEST[dtype], FROM_AMAX=from_amax, RECORD=amax is not None, ROWS=rows, COLUMNS=columns,
         WHOLE=m % tall == 0 and k % wide == 0, TALL=tall, WIDE=wide, num_warps=warps, maxnreg=REGISTERS,
     )  # fmt: skip
@@ -141,6 +141,7 @@ def outputs_for(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool, 
     return out_rows if rows else None, out_columns if columns else None
 
 
-def some_of(first: Any, second: Any) -> tuple[Any, Any]:
-    """Both, one standing in for one that is not there and will not be touched."""
-    return second if first is None else first, first if second is None else second
+def some_of(first: Any, second: Any, other: Any) -> tuple[Any, Any]:
+    """Both, one (of neither, `other`) standing in for one that is not there and will not be touched: a kernel computes places from it."""
+    some = next((one for one in (first, second) if one is not None), other)
+    return some if first is None else first, some if second is None else second

@@ -129,7 +129,7 @@ def quantize_blocks(
     else:
         by_row = inverses_of_blocks(x, m, across) if rows and by_row is None else by_row
         by_column = inverses_of_blocks(x, k, down) if columns and by_column is None else by_column
-    places = *some_of(out_rows, in_fours(out_columns)), *some_of(by_row, by_column), m, k, padded(m) // 4, x.stride(0)
+    places = *some_of(out_rows, in_fours(out_columns), x), *some_of(by_row, by_column, x), m, k, padded(m) // 4, x.stride(0)
     wanted = {"LARGEST": LARGEST[dtype], "ROWS": rows, "COLUMNS": columns, "BLOCK": width}
     if square:
         quantize_square_blocks[(down, across)](x, *places, **wanted, num_warps=8)
