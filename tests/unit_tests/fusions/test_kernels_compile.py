@@ -44,7 +44,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             results.append(json.loads(line) | {"said": []})
         elif line.startswith('{"made"'):
             results[-1] |= json.loads(line)
-        elif results:
+        elif results and line:
             results[-1]["said"].append(line)
     assert results, done.stdout
     if done.returncode:
@@ -58,7 +58,8 @@ def test_the_compiler_takes_it(compiled: list[dict[str, Any]], case: str) -> Non
     assert results, f"not reached: {compiled[-1]}"
     failed = [result for result in results if result["errors"]]
     texts = ["\n".join([result["call"], *result["errors"], *result["said"][:50]]) for result in failed]  # more is the program as it was
-    assert not failed, f"{len(failed)} of {len(results)} calls\n\n" + "\n\n".join(texts)
+    if failed:
+        pytest.fail("\n\n".join([f"{len(failed)} of {len(results)} calls", *texts]), pytrace=False)
     for result in results:
         assert result["made"], f"launches no kernel: {result['call']}"
         too_large = {kernel: shared for kernel, shared in result["made"].items() if (shared or 0) > MOST_SHARED}
