@@ -116,7 +116,8 @@ def quantize_square_blocks(
 def quantize_blocks(
     x: torch.Tensor, dtype: torch.dtype, kind: str, rows: bool, columns: bool, into: Data, inverses_into: Data
 ) -> tuple[Data, Data]:
-    """x [m, k] -> ((rows [m, k], columns [k, padded m]), (their inverse scales, as fp8/quantize.Operand says))."""
+    """x [m, k] -> ((rows [m, k], columns [k, padded m]), (their inverse scales, as fp8/quantize.Operand says)); not neither."""
+    assert rows or columns
     x = x if x.stride(1) == 1 else x.contiguous()
     (m, k), width, square = x.shape, WIDTHS[kind], kind == SQUARE_BLOCKS
     out_rows, out_columns = outputs_for(x, dtype, rows, columns, into)
