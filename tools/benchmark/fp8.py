@@ -2,11 +2,12 @@
 
 Printed: for each linear of a layer (8192 tokens) its three products in bf16, by torch._scaled_mm and by the Triton kernel, with one scale a
 tensor and with blocks, in ms and TFLOP/s; a weight gradient that adds to fp32, by several ways; quantization in ms and GB/s. `experts`: the
-products of experts' linears, each way that there is.
+products of experts' linears, each way that there is. `host`: what asking for a product takes the host, in microseconds.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -193,9 +194,32 @@ def _gradients_of_experts(label: str, dy: torch.Tensor, x: torch.Tensor, counts:
         attempt(f"{what} by Triton", partial(grouped.weight_grads_by_triton, left, right, counts, out, add), flops)
 
 
+def host() -> None:
+    """Products so small that the GPU keeps up."""
+    for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
+        left, right = (quantized_rows(torch.randn(256, 1024, device="cuda").bfloat16(), E4M3, kind) for kind in kinds)
+        for out_dtype in (torch.bfloat16, torch.float32):
+            out = torch.zeros(256, 256, device="cuda", dtype=out_dtype)
+            by_torch = microseconds(partial(gemm._cublas, left, right, out_dtype, out))
+            direct = microseconds(partial(cublaslt.write_product, out, left, right, add=False))
+            print(f"{kinds} to {out_dtype}: torch {by_torch:.1f} us, cuBLASLt {direct:.1f} us, ratio {direct / by_torch:.2f}", flush=True)
+
+
+def microseconds(ask: Callable[[], object], repeats: int = 500) -> float:
+    """Of the host; fewer calls than wait in a stream's queue."""
+    ask()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        ask()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return taken / repeats * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("products", "quantization", "tiles", "experts", "all"), nargs="?", default="all")
+    parser.add_argument("part", choices=("products", "quantization", "tiles", "experts", "host", "all"), nargs="?", default="all")
     part = parser.parse_args().part
     check_there_are_gpus(parser, 1)
     for kinds in ((TENSOR, TENSOR), (ROW_BLOCKS, SQUARE_BLOCKS), (ROW_BLOCKS, ROW_BLOCKS)):
@@ -204,6 +228,8 @@ def main() -> None:
             print(f"{kinds} to {out_dtype}: by torch {works[0]}, by cuBLASLt itself {works[1]}", flush=True)
     for dtype in (E4M3, E5M2):
         print(f"torch multiplies groups in {dtype} and {E4M3}: {grouped.grouped_product_works(dtype, E4M3)}", flush=True)
+    if part in ("host", "all"):
+        host()
     if part in ("experts", "all"):
         experts()
     if part in ("tiles", "all"):

@@ -1,6 +1,7 @@
 """Ring attention by copy engines between GPUs against the same over NCCL: many batches without a wait of the host, while chance holds
 up one rank or another."""
 
+import os
 import random
 
 import pytest
@@ -15,7 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.distributed import ranks
-from tests.gpus import needs_gpus, needs_two_gpus
+from tests.gpus import GPUS, needs_gpus, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 HEADS, GROUPS, WIDTH = 8, 4, 64
@@ -61,7 +62,12 @@ def compare(turns: int, sizes: tuple[int, ...]) -> int:
     return exchange.memory.capacity
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=needs_gpus(4))])
+# Four gave no answer among 13 and 15 other processes under MPS; alone they do. A stream that waits may hold up the one it waits for.
+SHARED = GPUS < 4 and "PYTEST_XDIST_WORKER" in os.environ
+alone = pytest.mark.skipif(SHARED, reason="four ranks that share a GPU with other tests may wait for ever: run it by itself, without -n")
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=[needs_gpus(4), alone])])
 def test_equal_to_the_bit(size: int) -> None:
     ranks("nccl").run(size, compare, 100, (1024, 512))
 
