@@ -7,8 +7,9 @@ from megatron.core.broken_rule import BrokenRule
 
 IMPLEMENTATIONS = ("none", "local", "full_iteration")
 _REFUSED = {
-    "num_moe_experts": "experts read their tokens' counts on the host",
     "recompute_granularity": "recomputing sets random states from the host",
+    "moe_layer_recompute": "recomputing sets random states from the host",
+    "moe_shared_expert_overlap": "its stream may still read what the next graph overwrites",
     "tp_comm_overlap": "its signals count the exchanges, which a graph would repeat with the same numbers",
     "cp_comm_overlap": "its signals count the transfers, which a graph would repeat with the same numbers",
 }
@@ -24,8 +25,10 @@ def cuda_graph_problems(config: Any, num_moe_experts: int | None) -> Iterator[Br
         return BrokenRule("cuda_graph_impl", f"excludes {what}: {reason}", works)
 
     for name, reason in _REFUSED.items():
-        if num_moe_experts if name == "num_moe_experts" else getattr(config, name):
+        if getattr(config, name):
             yield excludes(name, reason)
+    if kind == "full_iteration" and num_moe_experts:
+        yield excludes("num_moe_experts", "experts read their tokens' counts on the host", "local")
     if config.transformer_impl == "transformer_engine":
         yield excludes("transformer_impl transformer_engine", "its modules decide on the host what to launch; transformer_impl local goes")
     if config.pipeline_schedule == "zero-bubble":

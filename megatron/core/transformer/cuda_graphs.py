@@ -1,4 +1,5 @@
-"""CUDA graphs: the kernels of a layer (`local`) or of a whole step (`full_iteration`) recorded once and launched together afterwards.
+"""CUDA graphs: the kernels of a layer (`local`; of one with experts, those before them) or of a whole step (`full_iteration`) recorded
+once and launched together afterwards.
 
 A graph runs the same kernels on the same memory each time. So its inputs and outputs are static tensors that are copied into, random
 states are registered with it, and nothing inside may read the device from the host; what cannot keep to that is refused by
@@ -17,39 +18,43 @@ from megatron.core import device
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.weight_grad import add_to_main_grad, mark_written, note_written
 
+Run = Callable[..., tuple[torch.Tensor, ...]]
+
 
 def _random_states() -> list[Any]:
     return get_cuda_rng_tracker().generators()
 
 
 class _Slot:
-    """One micro batch in flight through one layer: its static tensors, its forward and its backward."""
+    """One micro batch in flight through one recorded part: its static tensors, its forward and its backward."""
 
-    def __init__(self, layer: torch.nn.Module, hidden: torch.Tensor, arguments: dict[str, Any], pool: Any) -> None:
+    def __init__(self, run: Run, parameters: list[torch.nn.Parameter], hidden: torch.Tensor, arguments: dict[str, Any], pool: Any) -> None:
         self.busy = False
         # the output of the graph before stays where it is: no copy
         self.hidden = (hidden.detach() if getattr(hidden, "is_graph_output", False) else hidden.detach().clone()).requires_grad_()
         self.tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         self.arguments = {**arguments, **self.tensors}
-        self.output = self.grad_output = self.grad_input = hidden  # their places until they are recorded
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.grad_outputs: tuple[torch.Tensor, ...] = ()
+        self.grad_input = hidden  # its place until it is recorded
         self.written: list[torch.nn.Parameter] = []
-        parameters = [param for param in layer.parameters() if param.requires_grad]
 
         def forward() -> None:
             with torch.enable_grad():
-                self.output = layer.forward(self.hidden, **self.arguments)[0]
+                self.outputs = run(self.hidden, **self.arguments)
 
         def backward() -> None:
             self.written.clear()
             with note_written(self.written):
-                grads = torch.autograd.grad(self.output, [self.hidden, *parameters], self.grad_output, allow_unused=True, retain_graph=True)
+                leaves = [self.hidden, *parameters]
+                grads = torch.autograd.grad(self.outputs, leaves, self.grad_outputs, allow_unused=True, retain_graph=True)
                 self.grad_input = grads[0]
                 for param, grad in zip(parameters, grads[1:]):
                     if grad is not None:  # others went into main_grad
                         add_to_main_grad(param, grad)
 
         self.replay_forward = device.capture_graph(forward, pool, _random_states())
-        self.grad_output = torch.empty_like(self.output)
+        self.grad_outputs = tuple(map(torch.empty_like, self.outputs))
         self.replay_backward = device.capture_graph(backward, pool, _random_states())
 
     def load(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> None:
@@ -61,18 +66,19 @@ class _Slot:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slot: _Slot, hidden: torch.Tensor, arguments: dict[str, Any], copy_grad: bool) -> torch.Tensor:
+    def forward(ctx: Any, slot: _Slot, hidden: torch.Tensor, arguments: dict[str, Any], copy_grad: bool) -> tuple[torch.Tensor, ...]:
         ctx.slot, ctx.copy_grad = slot, copy_grad
         slot.load(hidden, arguments)
         slot.replay_forward()
         slot.busy = True
-        return slot.output.detach()
+        return tuple(output.detach() for output in slot.outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         slot = ctx.slot
-        slot.grad_output.copy_(grads[0])
+        for static, grad in zip(slot.grad_outputs, grads, strict=True):
+            static.copy_(grad)
         slot.replay_backward()
         slot.busy = False
         for param in slot.written:
@@ -82,7 +88,11 @@ class _Replay(torch.autograd.Function):
 
 
 class LayerGraphs:
-    """The graphs of one layer: a pair, forward and backward, for each micro batch in flight. `usable` says when they stand in for it.
+    """The graphs of a layer, or of its part before the experts: a pair, forward and backward, for each micro batch in flight. `usable` says
+    when they stand in for it.
+
+    run: what is recorded, hidden [s, b, h] and arguments to outputs, all of them differentiable. besides: the part of `layer` that `run`
+    leaves out, and that runs as usual between graphs.
 
     Gradients of parameters are added to their main_grad, which must hold zeros or what earlier micro batches gave when a backward runs
     (DistributedDataParallel.zero_grad_buffer sees to it).
@@ -93,8 +103,8 @@ class LayerGraphs:
 
     _pools: dict[tuple[int, int], Any] = {}  # by (chunk, slot)
 
-    def __init__(self, layer: torch.nn.Module, config: Any, chunk: int) -> None:
-        self.layer, self.chunk = layer, chunk
+    def __init__(self, layer: torch.nn.Module, run: Run, config: Any, chunk: int, besides: torch.nn.Module | None = None) -> None:
+        self.layer, self.run, self.chunk, self.besides = layer, run, chunk, besides
         self.warmups_left = config.cuda_graph_warmup_steps
         self.copy_grad = config.pipeline_model_parallel_size > 1
         self.slots: list[_Slot] = []
@@ -118,16 +128,21 @@ class LayerGraphs:
     def _one_backward_done(self, grad: torch.Tensor) -> None:
         self.warmups_left -= 1
 
-    def __call__(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         slot = next((slot for slot in self.slots if not slot.busy), None)
         if slot is None:
             key = (self.chunk, len(self.slots))
             pool = self._pools.get(key) or self._pools.setdefault(key, device.graph_pool())
-            slot = _Slot(self.layer, hidden, arguments, pool)
+            slot = _Slot(self.run, self._parameters(), hidden, arguments, pool)
             self.slots.append(slot)
-        output = _Replay.apply(slot, hidden, arguments, self.copy_grad)
-        output.is_graph_output = True
-        return output, arguments.get("context")
+        outputs = _Replay.apply(slot, hidden, arguments, self.copy_grad)
+        for output in outputs:
+            output.is_graph_output = True
+        return outputs
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        left_out = set() if self.besides is None else set(self.besides.parameters())
+        return [param for param in self.layer.parameters() if param.requires_grad and param not in left_out]
 
 
 class _RecordedStep:

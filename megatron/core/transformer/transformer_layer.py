@@ -132,15 +132,28 @@ class TransformerLayer(MegatronModule):
         self.mlp_bda = build_module(submodules.mlp_bda)
         if submodules.precision_context is None:
             use_fp8(self, config, layer_number)
-        self.graphs = LayerGraphs(self, config, vp_stage or 0) if config.cuda_graph_impl == "local" else None
+        self.graphs = self._graphs(vp_stage or 0) if config.cuda_graph_impl == "local" else None
         if config.recomputes("layernorm") and all(isinstance(n, IdentityOp) for n in (self.input_layernorm, self.pre_mlp_layernorm)):
             raise ValueError(
                 "recompute_modules layernorm: this layer's norms are parts of its linears; leave layernorm out of recompute_modules"
             )
 
+    def _graphs(self, chunk: int) -> LayerGraphs:
+        """Of the whole layer; of one with experts, whose tokens are counted on the host, of what comes before them."""
+        if self.is_moe_layer:
+            return LayerGraphs(self, self._before_experts, self.config, chunk, besides=self.mlp)
+        return LayerGraphs(self, self._whole, self.config, chunk)
+
+    def _before_experts(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, ...]:
+        return self._attend(hidden_states, **arguments)[:2]
+
+    def _whole(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, ...]:
+        return self.forward(hidden_states, **arguments)[:1]
+
     def __call__(self, hidden_states: torch.Tensor, *positional: Any, **arguments: Any) -> Any:
-        if self.graphs is not None and not positional and self.graphs.usable(hidden_states, arguments):
-            return self.graphs(hidden_states, arguments)
+        graphs = None if positional or self.is_moe_layer else self.graphs
+        if graphs is not None and graphs.usable(hidden_states, arguments):
+            return *graphs(hidden_states, arguments), arguments.get("context")
         return super().__call__(hidden_states, *positional, **arguments)
 
     def forward(
@@ -157,20 +170,26 @@ class TransformerLayer(MegatronModule):
         loss_tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`padding_mask` and `loss_tokens` are for a MoE layer, see MoELayer."""
-        normed, residual, norm = self._norm(self.input_layernorm, hidden_states)
-        attention = self.self_attention(
-            normed,
-            attention_mask=attention_mask,
-            inference_context=inference_context,
-            rotary_pos_emb=rotary_pos_emb,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
-        )
-        normed, residual, norm = self._join_and_norm(attention, normed, residual, norm)
+        arguments = {
+            "attention_mask": attention_mask,
+            "inference_context": inference_context,
+            "rotary_pos_emb": rotary_pos_emb,
+            "attention_bias": attention_bias,
+            "packed_seq_params": packed_seq_params,
+        }
+        if self.is_moe_layer and self.graphs is not None and self.graphs.usable(hidden_states, arguments):
+            (normed, residual), norm = self.graphs(hidden_states, arguments), RecomputedOutput(False)
+        else:
+            normed, residual, norm = self._attend(hidden_states, **arguments)
         halves = self.mlp(normed, padding_mask=padding_mask, loss_tokens=loss_tokens) if self.is_moe_layer else self._mlp(normed)
         output = self._join(self.mlp_bda, halves, normed, residual)
         norm.free_until_backward_of(output)
         return output, context
+
+    def _attend(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor, RecomputedOutput]:
+        """The first half of a layer: (what the MLP gets, the residual, what frees the former as in `_norm`)."""
+        normed, residual, norm = self._norm(self.input_layernorm, hidden_states)
+        return self._join_and_norm(self.self_attention(normed, **arguments), normed, residual, norm)
 
     @property
     def norms_sum_residuals(self) -> bool:

@@ -217,7 +217,8 @@ class GraphFlags:
 
     cuda_graph_impl: str = flag(
         "none",
-        "`local`: forward and backward of every layer; `full_iteration`: all forwards and backwards of a step.",
+        "`local`: forward and backward of every layer, and of those with experts what comes before them; `full_iteration`: all forwards "
+        "and backwards of a step.",
         choices=("none", "local", "transformer_engine", "full_iteration"),
         built=IMPLEMENTATIONS,
     )

@@ -33,6 +33,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "p2p, a window": {"context_parallel_size": 2, "window_size": (3, 0)},
     "tensor parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts apart": {**EXPERTS, "expert_model_parallel_size": 2},
+    "experts, tensor parallel": {**EXPERTS, "tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2},
+}
 STARTS = ("batch_isend_irecv", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 READS = ("_local_scalar_dense", "nonzero", "masked_select")
 
@@ -94,7 +99,8 @@ def build(impl: str, layout: dict[str, Any]) -> Any:
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm", cuda_graph_impl=impl,
         cuda_graph_warmup_steps=1, finalize_model_grads_func=finalize_model_grads, **layout,
     )  # fmt: skip
-    model = GPTModel(config, get_gpt_layer_local_spec(), VOCAB, SEQ, position_embedding_type="rope")
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    model = GPTModel(config, spec, VOCAB, SEQ, position_embedding_type="rope")
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
@@ -130,7 +136,8 @@ def train(model: Any, forward_backward: Callable) -> list[torch.Tensor]:
 
 def compare(impl: str, layout: dict[str, Any]) -> tuple[int, int, int]:
     """Trains with and without graphs; (recordings, launches, works that recordings started)."""
-    names = ("context_parallel_size", "tensor_model_parallel_size", "hierarchical_context_parallel_sizes")
+    sizes = ("context_parallel_size", "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    names = *sizes, "hierarchical_context_parallel_sizes"
     parallel_state.initialize_model_parallel(**{name: layout[name] for name in names if name in layout})
     expected = train(build("none", layout), forward_backward_no_pipelining)
     graphed = build(impl, layout)
@@ -152,3 +159,9 @@ def test_what_ranks_exchange_can_be_recorded(name: str, impl: str) -> None:
     for recorded, launched, works in ranks().run(2, compare, impl, LAYOUTS[name], name=name):
         assert (recorded, launched) == expected
         assert works or name in ("all_gather", "a2a", "a2a+p2p")  # which wait at once
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_what_comes_before_experts_can_be_recorded(name: str) -> None:
+    for recorded, launched, _ in ranks().run(2, compare, "local", WITH_EXPERTS[name], name=name):
+        assert (recorded, launched) == (2 * 2, 2 * 2 * (STEPS * MICRO_BATCHES - 1))
