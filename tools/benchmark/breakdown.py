@@ -20,7 +20,8 @@ KINDS = (
     ("pointwise, sums", r"elementwise|reduce|vectorized|add|mul"),
 )
 OTHER = "other"
-# ms a step on one H200: each kind's kernels alone, by the best that torch offers (docs/performance.md). FP8: in the layers' products.
+# ms a step on one H200: each kind's kernels alone, by the best that torch offers, on a warm card: a profiled step, on a cooler one, may
+# take less. peer_table.py has the sums. FP8: in the layers' products.
 FLOORS = {
     "llama8L": {"matrix products": 655, "attention": 125, "optimizer": 20},
     "llama8L-fp8": {"matrix products": 419, "attention": 125, "optimizer": 20},
@@ -30,8 +31,9 @@ FLOORS = {
 
 
 def floor_of(configuration: str) -> dict[str, int]:
-    """Of a named configuration; of its FP8 forms one for all recipes; empty where none is known."""
-    return FLOORS.get(configuration) or FLOORS.get(configuration[: configuration.find("-fp8") + 4], {})
+    """Of a named configuration of train.py; its FP8 recipes share one; empty where none is known."""
+    name, fp8, _ = configuration.partition("-fp8")
+    return FLOORS.get(name + fp8, {})
 
 
 def kind_of(kernel: str) -> str:
@@ -56,5 +58,6 @@ def table(rows: dict[str, dict[str, float]], configuration: str, step_ms: float)
         floor = f"{floors[kind]:6d}" if kind in floors else f"{'-':>6}"
         lines.append(f"{kind:26} {row['ms']:10.1f} {row['ms'] / step_ms:8.1%} {row['calls']:7.0f} {floor}")
     total, calls = (sum(row[key] for row in rows.values()) for key in ("ms", "calls"))
-    lines.append(f"{'all kernels':26} {total:10.1f} {total / step_ms:8.1%} {calls:7.0f} {sum(floors.values()):6d}")
+    floor = f"{sum(floors.values()):6d}" if floors else f"{'-':>6}"
+    lines.append(f"{'all kernels':26} {total:10.1f} {total / step_ms:8.1%} {calls:7.0f} {floor}")
     return "\n".join(lines)
