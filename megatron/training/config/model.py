@@ -189,7 +189,7 @@ class NormFlags:
 
 @dataclass
 class KernelFlags:
-    """Which of equivalent implementations computes; results agree to rounding."""
+    """Which of equivalent implementations computes; results agree to rounding, but for GELU's."""
 
     transformer_impl: str = flag(
         "transformer_engine",
@@ -197,7 +197,7 @@ class KernelFlags:
         choices=("local", "transformer_engine", "inference_optimized"),
         built=("local", "transformer_engine"),
     )
-    bias_gelu_fusion: bool = flag(True, "Bias and GELU apart.", names=("--no-bias-gelu-fusion",))
+    bias_gelu_fusion: bool = flag(True, "GELU is the exact one, not its tanh approximation.", names=("--no-bias-gelu-fusion",))
     bias_swiglu_fusion: bool = flag(True, "Bias and SwiGLU apart.", names=("--no-bias-swiglu-fusion",))
     bias_dropout_fusion: bool = flag(True, "Bias, dropout, residual and norm apart.", names=("--no-bias-dropout-fusion",))
     cross_entropy_loss_fusion: bool = flag(
