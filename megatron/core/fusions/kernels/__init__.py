@@ -4,7 +4,7 @@ Each has a torch path beside it, at the place that calls it, which is its plain 
 
     cross_entropy  tensor_parallel/cross_entropy.py       permute    transformer/moe/permutation.py
     swiglu         fusions/fused_bias_swiglu.py           adam       optimizer/fused_optimizers.py
-    rope           fusions/fused_rope.py                  embedding  tensor_parallel/layers.py (F.embedding), weight_grad.py
+    rope           fusions/fused_rope.py                  embedding  tensor_parallel/weight_grad.py; twin: F.embedding in layers.py
     norm           fusions/fused_layer_norm.py            probe      nobody: does Triton work here at all?
     precision      other kernels: how numbers are rounded
     fp8_tiles      other kernels: what becomes of a number in FP8, and of a tile
@@ -12,7 +12,7 @@ Each has a torch path beside it, at the place that calls it, which is its plain 
     mx_scales      fp8/mx_scales.py
     quantize_groups  fp8/grouped.py, fp8/grouped_blocks.py; the twin of blocks is fp8/quantize.py, group by group
     scaled_grouped_mm  fp8/grouped.py
-    router         transformer/moe/routing.py
+    router         transformer/moe/router.py; its twin is transformer/moe/routing.py
     swiglu_quantize, swiglu_quantize_blocks  fp8/swiglu_mlp.py; the first in fp8/expert_mlp.py too; their twin is what transformer/mlp.py
                    does without them
     swiglu_quantize_groups  fp8/expert_mlp.py; its twin is what transformer/moe/experts.py does without it
