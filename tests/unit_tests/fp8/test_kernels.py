@@ -196,10 +196,13 @@ def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype
         ((ROW_BLOCKS, ROW_BLOCKS), (6, 16, 512), False),
         ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 496), True),
         ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 384), False),
+        ((TENSOR, TENSOR), (0, 16, 16), False),
+        ((TENSOR, TENSOR), (16, 16, 0), False),
+        ((ROW_BLOCKS, ROW_BLOCKS), (16, 16, 0), False),
     ],
 )
 def test_what_cublas_is_asked_for(kinds: tuple[str, str], sizes: tuple[int, int, int], taken: bool) -> None:
-    """It reads scales by fours: of 1 x 128 those of rows, of 128 x 128 those of blocks along k."""
+    """It reads scales by fours: of 1 x 128 those of rows, of 128 x 128 those of blocks along k. Of nothing it is not asked."""
     m, n, k = sizes
     a, b = operand(m, k, kinds[0], E4M3, 1), operand(n, k, kinds[1], E4M3, 2)
     assert gemm._cublas_takes(a, b) is taken
