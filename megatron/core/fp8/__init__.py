@@ -3,7 +3,7 @@
     settings   what may be asked for (no torch)          quantize   tensors to FP8, plain and by kernels
     formats    the two number formats, and the scale     gemm       products of quantized operands
     scaling    delayed scaling's state                   linear     a linear layer's forward and backward
-    cublaslt   products that add to fp32
+    cublaslt   products by cuBLASLt itself               trials     whether a library computes them rightly
     mx_scales  scales of 1 x 32 as cuBLAS reads them     mx_check   whether a GPU computes what mxfp8 is
     experts, block_experts    the linear of all experts of a rank: with one scale a tensor, with scales of blocks
     grouped, grouped_blocks   quantize and gemm for them, of rows of several groups
