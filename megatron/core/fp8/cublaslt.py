@@ -80,14 +80,13 @@ class _Product:
         somewhere = c_void_p(_workspace(device.stream_handle()).data_ptr())
         for attribute in (_A_SCALE, _B_SCALE):  # that there are scales decides which kernels are considered
             self._set(attribute, somewhere)
-        _check(
-            library.cublasLtMatmulAlgoGetHeuristic(
-                handle, self.operation, self.a, self.b, self.out, self.out, preference, c_int(1), byref(self.choice), byref(found)
-            )
+        status = library.cublasLtMatmulAlgoGetHeuristic(
+            handle, self.operation, self.a, self.b, self.out, self.out, preference, c_int(1), byref(self.choice), byref(found)
         )
         library.cublasLtMatmulPreferenceDestroy(preference)
-        if not found.value:
-            raise RuntimeError("cuBLASLt has no kernel for it")
+        if status or not found.value:
+            asked = f"[{m}, {k}] of {left} times [{n}, {k}] of {right} in {out_dtype}, {alignment} bytes aligned"
+            raise RuntimeError(f"cuBLASLt has no kernel for {asked}: status {status}")
 
     def _set(self, attribute: int, value: Any) -> None:
         size = c_size_t(ctypes.sizeof(value))

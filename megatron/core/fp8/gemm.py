@@ -66,7 +66,7 @@ def _cublaslt_adds(out: torch.Tensor, a: Operand, b: Operand) -> bool:
 def _cublas_takes(a: Operand, b: Operand) -> bool:
     """Sizes and scales that it multiplies, and rightly; others it refuses, or gives wrong results of without a word."""
     (m, k), n = a.data.shape, b.data.shape[0]
-    if not m or k % ALIGNMENT or n % ALIGNMENT:
+    if not m or not k or k % ALIGNMENT or n % ALIGNMENT:
         return False
     if a.kind == b.kind == TENSOR:
         return True

@@ -11,6 +11,7 @@ RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 ONE_SCALE = ("tensorwise", "delayed")
 AMAX_ALGOS = ("most_recent", "max")
 ALIGNMENT = 16  # of the dimensions of a product, in elements
+LARGEST_MARGIN = 17  # e4m3 reaches from 2 ** -9 to 1.75 * 2 ** 8: of a scale still smaller the largest number would become 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ def fp8_problems(settings: Any, num_layers: int | None, groups: int | None) -> I
             yield BrokenRule(name, f"must be one of {', '.join(known)}", works)
     if settings.fp8_amax_history_len < 1:
         yield BrokenRule("fp8_amax_history_len", "must be at least 1", 1)
+    if not 0 <= settings.fp8_margin <= LARGEST_MARGIN:
+        rule = f"must be between 0 and {LARGEST_MARGIN} powers of two: with more every number becomes 0, with less the largest are cut off"
+        yield BrokenRule("fp8_margin", rule, 0)
     if not settings.bf16:
         yield BrokenRule("bf16", "is needed by FP8: in it is all that FP8 leaves, and the copy of the weights that is quantized", True)
     if settings.tp_comm_overlap:

@@ -9,6 +9,8 @@ from megatron.training.config.checks_layout import packs_documents
 
 
 def check_graphs(args: Args) -> Iterator[Problem]:
+    if args.enable_cuda_graph and args.cuda_graph_impl != "local":
+        yield problem(args, "cuda_graph_impl", "--enable-cuda-graph asks for local", "local")
     if args.cuda_graph_impl == "none" or unbuilt_values(args, "cuda_graph_impl"):
         return
     for broken in cuda_graph_problems(args, args.num_experts):

@@ -204,6 +204,20 @@ def test_weight_gradients_in_bf16_on_request(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", OF_BLOCKS)
+@pytest.mark.parametrize("why", ["evaluation", "frozen"])
+def test_nothing_is_transposed_that_no_weight_gradient_needs(recipe: str, why: str) -> None:
+    linear, x = linear_of(config_of(fp8_recipe=recipe)), random(8, HIDDEN, seed=1).requires_grad_()
+    linear.weight.requires_grad_(why != "frozen")
+    with mock.patch.object(linear.fp8, "quantize_rows", side_effect=fp8_of(linear).quantize_rows) as quantize:
+        with torch.set_grad_enabled(why != "evaluation"):
+            out = linear(x, counts_of([5, 0, 1, 2]))
+        if out.requires_grad:
+            out.sum().backward()
+            assert x.grad is not None and linear.weight.grad is None
+    assert [call.kwargs["columns"] for call in quantize.call_args_list] == [False] * (1 if why == "evaluation" else 2)
+
+
+@pytest.mark.parametrize("recipe", OF_BLOCKS)
 def test_weights_are_quantized_once_an_epoch_and_stay_in_their_place(recipe: str) -> None:
     layer = layer_of(config_of(fp8_recipe=recipe))
     steps = Fp8Steps([layer], ProcessGroupCollection())

@@ -192,17 +192,67 @@ def test_products(kinds: tuple[str, str], sizes: tuple[int, int, int], out_dtype
     [
         ((TENSOR, TENSOR), (1, 16, 16), True),
         ((TENSOR, TENSOR), (1, 16, 24), False),
+        ((TENSOR, TENSOR), (1, 24, 16), False),
         ((ROW_BLOCKS, ROW_BLOCKS), (4, 16, 144), True),
         ((ROW_BLOCKS, ROW_BLOCKS), (6, 16, 512), False),
         ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 496), True),
+        ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 256), False),
         ((ROW_BLOCKS, SQUARE_BLOCKS), (4, 16, 384), False),
+        ((TENSOR, TENSOR), (0, 16, 16), False),
+        ((TENSOR, TENSOR), (16, 16, 0), False),
+        ((ROW_BLOCKS, ROW_BLOCKS), (16, 16, 0), False),
     ],
 )
 def test_what_cublas_is_asked_for(kinds: tuple[str, str], sizes: tuple[int, int, int], taken: bool) -> None:
-    """It reads scales by fours: of 1 x 128 those of rows, of 128 x 128 those of blocks along k."""
+    """It reads scales by fours: of 1 x 128 those of rows, of 128 x 128 those of blocks along k. Of nothing it is not asked."""
     m, n, k = sizes
     a, b = operand(m, k, kinds[0], E4M3, 1), operand(n, k, kinds[1], E4M3, 2)
     assert gemm._cublas_takes(a, b) is taken
+
+
+def test_cublaslt_is_not_tried_with_blocks_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "trial", lambda *kinds: pytest.fail("it was tried"))
+    assert not cublaslt.works.__wrapped__(MX_BLOCKS, MX_BLOCKS, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "out_dtype", "how", "asked"),
+    [
+        (TENSOR, torch.bfloat16, "written", "cublaslt"),
+        (TENSOR, torch.bfloat16, "fast", "torch"),
+        (ROW_BLOCKS, torch.bfloat16, "fast", "cublaslt"),
+        (ROW_BLOCKS, torch.float32, "added", "cublaslt adds"),
+        (ROW_BLOCKS, torch.bfloat16, "added", "cublaslt"),
+    ],
+)
+def test_who_is_asked_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str, out_dtype: torch.dtype, how: str, asked: str) -> None:
+    """torch for fast sums of one scale, which cuBLASLt is not told of; cuBLASLt adds to fp32 alone."""
+    calls = []
+
+    def by_cublaslt(out: torch.Tensor, a: Operand, b: Operand, *, add: bool) -> None:
+        calls.append("cublaslt adds" if add else "cublaslt")
+        out.copy_(gemm.product_plain(a, b, out.dtype) + (out if add else 0.0))
+
+    def by_torch(a: Operand, b: Operand, dtype: torch.dtype, out: torch.Tensor | None, fast: bool) -> torch.Tensor:
+        calls.append("torch")
+        return gemm.product_plain(a, b, dtype)
+
+    monkeypatch.setattr(device, "on_accelerator", lambda tensor: True)
+    for place, name, stand_in in (
+        (cublaslt, "works", lambda *kinds: True), (gemm, "cublas_works", lambda *kinds: True),
+        (cublaslt, "write_product", by_cublaslt), (gemm, "_cublas", by_torch),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, stand_in)
+    a, b = operand(16, 48, kind, E5M2, 1), operand(32, 48, kind, E4M3, 2)
+    expected = gemm.product_plain(a, b, torch.float32)
+    if how == "added":
+        found = torch.full((16, 32), 3.0, dtype=out_dtype, device=expected.device)
+        gemm.write_product(found, a, b, add=True)
+        found -= 3.0
+    else:
+        found = gemm.product(a, b, out_dtype, fast=how == "fast")
+    assert calls == [asked]
+    torch.testing.assert_close(found.float(), expected, rtol=2.0**-6, atol=2.0**-6 * float(expected.abs().max()))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter turns NaN into a number when it casts to FP8")

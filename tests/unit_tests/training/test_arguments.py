@@ -143,6 +143,10 @@ BAD = [
     (f"{FP8} {LATENT} --v-head-dim 5", 1, ["--v-head-dim 5", "rows of values", "--v-head-dim 16"]),
     ("--fp8-hybrid --fp8-format e4m3 --bf16", 1, ["--fp8-format e4m3", "--fp8-hybrid asks for hybrid"]),
     ("--fp8-format hybrid --bf16 --ffn-hidden-size 72", 1, ["--ffn-hidden-size 72", "gives a rank 72 channels", "--ffn-hidden-size 80"]),
+    ("--fp8-format e4m3 --bf16 --fp8-margin 18", 1, ["--fp8-margin 18", "between 0 and 17", "works: --fp8-margin 0"]),
+    ("--fp8-format e4m3 --bf16 --fp8-margin -1", 1, ["--fp8-margin -1", "between 0 and 17", "works: --fp8-margin 0"]),
+    ("--enable-cuda-graph --cuda-graph-impl full_iteration", 1, ["--cuda-graph-impl full_iteration", "--enable-cuda-graph asks for local"]),
+    ("--enable-cuda-graph --cuda-graph-impl none", 1, ["--cuda-graph-impl none", "--enable-cuda-graph asks for local"]),
     ("--fp8-format e4m3 --bf16 --fp8-recipe custom", 1, ["--fp8-recipe custom", "is not built yet"]),
     (
         "--fp8-format e4m3 --bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 9",

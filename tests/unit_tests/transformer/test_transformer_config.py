@@ -57,6 +57,7 @@ def test_all_problems_at_once():
         ),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2: needs a model with experts"),
         ({"fp8": "e4m3"}, "bf16 False: is needed by FP8"),
+        ({"fp8": "e4m3", "bf16": True, "fp8_margin": 18}, "fp8_margin 18: must be between 0 and 17 powers of two"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection = True is not built yet"),
         ({"variable_seq_lengths": True}, "variable_seq_lengths = True is not built yet; leave it at False"),
         ({"memory_efficient_layer_norm": True}, "memory_efficient_layer_norm = True is not built yet"),
