@@ -21,19 +21,20 @@ KINDS = (
 )
 OTHER = "other"
 # ms a step on one H200: each kind's kernels alone, by the best that torch offers, on a warm card: a profiled step, on a cooler one, may
-# take less. peer_table.py has the sums. FP8: in the layers' products.
+# take less. FP8, with one scale: in the layers' products.
+_ONE_SCALE = {"matrix products": 419, "attention": 125, "optimizer": 20}
 FLOORS = {
     "llama8L": {"matrix products": 655, "attention": 125, "optimizer": 20},
-    "llama8L-fp8": {"matrix products": 419, "attention": 125, "optimizer": 20},
+    "llama8L-fp8-delayed": _ONE_SCALE,
+    "llama8L-fp8-tensorwise": _ONE_SCALE,
     "gpt345m": {"matrix products": 197, "attention": 70, "optimizer": 2},
     "moe8x": {"matrix products": 255, "attention": 33, "optimizer": 21},
 }
 
 
 def floor_of(configuration: str) -> dict[str, int]:
-    """Of a named configuration of train.py; its FP8 recipes share one; empty where none is known."""
-    name, fp8, _ = configuration.partition("-fp8")
-    return FLOORS.get(name + fp8, {})
+    """Of a named configuration of train.py; empty where none is known."""
+    return FLOORS.get(configuration, {})
 
 
 def kind_of(kernel: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmark.breakdown import FLOORS, breakdown, floor_of, table
+from tools.benchmark.breakdown import FLOORS, breakdown, table
 from tools.benchmark.peer_table import ROWS
 
 PROFILE = {
@@ -36,12 +36,6 @@ def test_an_unknown_floor_is_not_zero(tmp_path: Path, configuration: str) -> Non
     assert all(line.split()[-1] == "-" for line in lines_of(tmp_path, configuration).values())
 
 
-def test_recipes_share_a_floor() -> None:
-    assert floor_of("llama8L-fp8-delayed") == floor_of("llama8L-fp8-blockwise") == FLOORS["llama8L-fp8"] != floor_of("llama8L")
-
-
-def test_the_table_has_the_same_floors() -> None:
-    compared = [row for row in ROWS if row.floor_ms is not None]
-    assert len({row.configuration for row in compared}) >= len(FLOORS)
-    for row in compared:
-        assert sum(floor_of(row.configuration).values()) == pytest.approx(row.floor_ms, abs=1), row.name
+def test_the_table_has_these_floors() -> None:
+    assert {row.configuration for row in ROWS if row.floor_ms} == set(FLOORS)
+    assert {row.floor_ms for row in ROWS if row.configuration == "llama8L"} == {800, None}  # that of one GPU is not two's
