@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import os
 import re
 import shlex
 import signal
@@ -172,15 +173,30 @@ def reason(output: str) -> str:
 
 
 def _end(launcher: subprocess.Popen) -> None:
-    """torchrun ends its processes when it is asked to end, and they hold GPUs: it gets time for it."""
-    if launcher.poll() is not None:
+    """torchrun ends its processes when it is asked to end, and they hold GPUs: it gets time for it.
+
+    Not by the object's methods: their lock stays taken where a signal's handler raised inside of one, and they would wait for it for ever.
+    """
+    if launcher.returncode is not None:
         return
-    launcher.terminate()
-    try:
-        launcher.wait(60)
-    except subprocess.TimeoutExpired:
-        launcher.kill()
-        launcher.wait()
+    for number, seconds in ((signal.SIGTERM, 60), (signal.SIGKILL, inf)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(launcher.pid, number)
+        if _ended(launcher.pid, seconds):
+            return
+
+
+def _ended(process: int, seconds: float) -> bool:
+    """Whether it does within that time; a child of ours."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if os.waitpid(process, os.WNOHANG) != (0, 0):
+                return True
+        except ChildProcessError:  # somebody has waited for it
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def main() -> None:

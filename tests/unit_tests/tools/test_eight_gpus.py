@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,16 @@ def test_a_training_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
         process.send_signal(number)
         assert process.wait(60) == wanted
         wait_for(has_ended, Path("/proc") / file.read_text() / "stat")
+
+
+def test_a_training_ends_though_its_lock_stayed_taken() -> None:
+    """As a signal's handler leaves it that raises while somebody asks whether the training has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    process._waitpid_lock.acquire()  # type: ignore[attr-defined]
+    ending = threading.Thread(target=train._end, args=(process,), daemon=True)
+    ending.start()
+    ending.join(50)
+    assert not ending.is_alive() and has_ended(Path("/proc") / str(process.pid) / "stat")
 
 
 def has_ended(stat: Path) -> bool:
