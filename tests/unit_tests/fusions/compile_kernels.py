@@ -1,5 +1,5 @@
 """Compiles what the wrappers of megatron/core/fusions/kernels launch, for GPUs of a compute capability (90, say), where there need be none:
-python -m tests.unit_tests.fusions.compile_kernels 90, without TRITON_INTERPRET. test_kernels_compile.py runs it.
+python -m tests.unit_tests.fusions.compile_kernels 90, without TRITON_INTERPRET; `90 front`: no machine code. For test_kernels_compile.py.
 
 The wrappers get tensors on the CPU, and nothing is launched: what they return is garbage. Each call of the tables goes through Triton's
 front end, which is where most mistakes are found and takes a twentieth of a second. Machine code, which takes ten times that, is made of
@@ -437,7 +437,7 @@ class Enough(Exception):
 class Compiler:
     """Instead of launching kernels, compiles them."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, machine_code: bool) -> None:
         self.made: dict[str, int | None] = {}
         self.errors: list[str] = []
         target = GPUTarget("cuda", capability, 32)
@@ -461,7 +461,7 @@ class Compiler:
             nonlocal front_end_alone
             name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
             tile = (name, *sorted((key, value) for key, value in settings.items() if type(value) is int))
-            front_end_alone = tile in tiles
+            front_end_alone = tile in tiles or not machine_code
             tiles.add(tile)
             try:
                 shared = run(kernel, *args, grid=grid, warmup=True, **settings).metadata.shared
@@ -483,7 +483,7 @@ class Compiler:
 
 
 def main() -> None:
-    compiler = Compiler(int(sys.argv[1]))
+    compiler = Compiler(int(sys.argv[1]), machine_code="front" not in sys.argv)
     for name, calls in CASES.items():
         for call in calls():
             print(json.dumps({"case": name, "call": described(call)}), flush=True)

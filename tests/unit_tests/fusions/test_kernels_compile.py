@@ -2,7 +2,7 @@
 needed; Triton's interpreter, in which the other tests run, takes more than the compiler does.
 
 The cases are the tables of compile_kernels.py, which says how far each call is compiled. One process compiles all for a kind of GPU, in
-50 s of one core (machine code of every call: 150).
+50 s of one core (machine code of every call: 150); by the front end alone, in 10.
 """
 
 import ast
@@ -21,7 +21,11 @@ from tests.unit_tests.fusions.compile_kernels import CASES
 
 FOLDER = ROOT / "megatron" / "core" / "fusions" / "kernels"
 MOST_SHARED = 227 << 10  # bytes that a program may have of a multiprocessor's memory, on either kind of GPU
-KINDS = [pytest.param(90, id="hopper"), pytest.param(100, id="blackwell", marks=pytest.mark.slow)]
+KINDS = [
+    pytest.param(("90", "front"), id="front end"),
+    pytest.param(("90",), id="hopper", marks=pytest.mark.slow),
+    pytest.param(("100",), id="blackwell", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -34,7 +38,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "TRITON_DISABLE_LINE_INFO": "1",  # a quarter of the time
     }
-    words = [sys.executable, "-m", "tests.unit_tests.fusions.compile_kernels", str(request.param)]
+    words = [sys.executable, "-m", "tests.unit_tests.fusions.compile_kernels", *request.param]
     done = subprocess.run(
         words, cwd=ROOT, env=kept | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=900
     )
@@ -67,8 +71,10 @@ def test_the_compiler_takes_it(compiled: list[dict[str, Any]], case: str) -> Non
 
 
 def test_no_kernel_is_left_out(compiled: list[dict[str, Any]]) -> None:
-    """Each has become machine code at least once."""
-    made = {kernel for result in compiled for kernel, shared in result.get("made", {}).items() if shared is not None}
+    """Each has been compiled at least once, and where any has become machine code, that far."""
+    sizes = [item for result in compiled for item in result.get("made", {}).items()]
+    far = any(shared is not None for _, shared in sizes)
+    made = {kernel for kernel, shared in sizes if shared is not None or not far}
     missing = kernels_of_the_folder() - made
     assert not missing, f"no call in compile_kernels.py makes {sorted(missing)}"
 
